@@ -41,6 +41,10 @@ class NotInvariant(PreheatError):
     """Results depend on the path of computation, although batch invariance is on."""
 
 
+class KernelRefused(PreheatError):
+    """A kernel does not compile for the card, or the card cannot hold it."""
+
+
 class CheckFailed(PreheatError):
     """A boot check failed.
 

@@ -11,9 +11,10 @@ from triton.runtime.errors import OutOfResources
 
 from preheat.backends.cuda import launch, prove
 from preheat.backends.cuda.card import CARDS
-from preheat.backends.cuda.launch import KernelRefused, Loading
+from preheat.backends.cuda.launch import Loading
 from preheat.backends.cuda.matmul.config import LinearShape, Tile, reference
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
+from preheat.errors import KernelRefused
 
 SHAPE = LinearShape(6144, 4096)
 

@@ -26,7 +26,7 @@ from triton.runtime.jit import constexpr_function
 
 from preheat.backends.cuda.device import card_at
 from preheat.backends.cuda.triton_cache import keep_libraries
-from preheat.errors import PreheatError
+from preheat.errors import KernelRefused
 
 keep_libraries()
 
@@ -129,10 +129,6 @@ class Loading(ThreadPoolExecutor):
         except (TritonError, RuntimeError) as error:
             raise KernelRefused(_why(error)) from error
         return kernel
-
-
-class KernelRefused(PreheatError):
-    """A kernel does not compile for the card, or the card cannot hold it."""
 
 
 def _why(error: Exception) -> str:

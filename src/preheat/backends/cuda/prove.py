@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from preheat.backends.cuda.graph import capture
-from preheat.backends.cuda.launch import KernelRefused, compiling
+from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.matmul.config import (
     Expanded,
@@ -31,6 +31,7 @@ from preheat.backends.cuda.matmul.config import (
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.weights import DeviceWeight, dequantized
 from preheat.backends.cuda.moe import ExpertsLayer
+from preheat.errors import KernelRefused
 from preheat.ops import fp4
 from preheat.ops.kinds import Code
 from preheat.ops.proof import signed_pairs
