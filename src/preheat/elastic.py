@@ -267,7 +267,7 @@ class Elastic:
         check = self._check()
         check.begin()
         check.run("finite")
-        self._scheduler.adapters.forget()  # the check has put its own adapters into the slots
+        self._scheduler.forget_inputs()
         self.state.digest = self._monitor.record.proof.digest
 
     @property

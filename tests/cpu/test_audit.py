@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+import torch
 from safetensors.torch import load_file
 
 from preheat import LLM, LoRARequest, SamplingParams
@@ -131,6 +132,30 @@ def test_a_digest_that_skips_a_slice_misses_its_flip(llm: LLM, monkeypatch: pyte
         monkeypatch.setattr(AuditedMemory, "check", check)
         with pytest.raises(MemoryFault):
             a_pass(llm)
+
+
+def test_a_check_between_requests_leaves_nothing_behind(shallow: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A check puts embeddings where the scheduler keeps those of prompts. The control forgets nothing."""
+    more = {
+        "enable_prompt_embeds": True,
+        "enable_prefix_caching": False,
+        "boot_check": "quick",
+        "skip_warmup": False,
+        "max_model_len": 128,
+    }
+    llm = LLM(model=shallow, **OPTIONS | more)
+    rows = torch.randn(24, llm.loop.executor.decoder.spec.hidden_size, generator=torch.Generator().manual_seed(1))
+
+    def answer() -> list[int]:
+        return list(llm.generate({"prompt_embeds": rows}, GREEDY, use_tqdm=False)[0].outputs[0].token_ids)
+
+    names = llm.loop.packer.plan.checks
+    check, right = audit_of(llm)._rows[names.index("embeds")], answer()
+    check()
+    assert answer() == right
+    monkeypatch.setattr(type(llm.loop.scheduler), "forget_inputs", lambda self: None)
+    check()
+    assert answer() != right
 
 
 def test_load_adapters_and_sleep_give_no_false_alarm(llm: LLM, adapters: list[LoRARequest]) -> None:

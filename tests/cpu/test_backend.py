@@ -45,7 +45,7 @@ def test_a_gpu_is_taken_where_it_can_be_used(gpu):
     [
         ((torch.version, "cuda", None), "built without CUDA"),
         ((torch.cuda, "is_available", lambda: False), "sees no NVIDIA GPU"),
-        ((torch.cuda, "get_device_capability", lambda *_: (8, 9)), r"compute capability 8\.9.*need 9\.0 \(Hopper\)"),
+        ((torch.cuda, "get_device_capability", lambda *_: (7, 5)), r"compute capability 7\.5.*need 8\.0 or later"),
         ((device, "find_spec", lambda _: None), "Triton is not installed"),
     ],
 )
@@ -57,7 +57,7 @@ def test_cuda_is_rejected_with_the_reason_and_auto_logs_it(gpu, caplog, tmp_path
         pick_backend("cuda")
     with caplog.at_level(logging.INFO):
         assert pick_backend("auto").facts.name == "cpu"
-    assert "Running on the CPU: " in caplog.text
+    assert "The GPU is not used, and the model runs on the CPU: " in caplog.text
     caplog.clear()
     assert pick_backend("cpu").facts.name == "cpu"
     gpu.setattr(device, "DRIVER", tmp_path / "none")  # a machine without a GPU says nothing of it

@@ -219,6 +219,13 @@ class Scheduler:
         if self.images is not None:
             self.images.forget()
 
+    def forget_inputs(self) -> None:
+        """Forget the adapters and embeddings on the device: a check has put its own there."""
+        self._nothing_in_flight()
+        self.adapters.forget()
+        if self.images is not None:
+            self.images.forget()
+
     def rekey(self, contents: str) -> None:
         """Empty the prefix cache, key it by ``contents``, and compute all running sequences again.
 

@@ -33,7 +33,7 @@ def checks_again(
         except (CheckFailed, NotInvariant) as error:
             raise MemoryFault.at(f"the check of the boot fails now, {error.message}") from None
         finally:
-            scheduler.adapters.forget()
+            scheduler.forget_inputs()
             changed()
             monitor.forget()
 
