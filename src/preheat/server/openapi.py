@@ -314,7 +314,8 @@ def _add_ranges(properties: dict[str, Any]) -> None:
     for name, row in SAMPLING_FIELDS.items():
         for option in properties.get(name, {}).get("anyOf", ()):
             if option.get("type") in {"integer", "number"}:
-                option |= {"minimum": row.low, "maximum": row.high}
+                ends = {"minimum": row.low, "maximum": row.high}
+                option |= {end: value for end, value in ends.items() if value is not None}
 
 
 def _described(operation: Operation) -> dict[str, Any]:
