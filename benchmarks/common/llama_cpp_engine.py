@@ -52,6 +52,8 @@ def write(task: dict[str, Any]) -> None:
     out.add_head_count(heads)
     out.add_head_count_kv(kv_heads)
     out.add_layer_norm_rms_eps(config["rms_norm_eps"])
+    out.add_key_length(config["head_dim"])  # else the hidden size divided by the heads
+    out.add_value_length(config["head_dim"])
     out.add_rope_dimension_count(config["head_dim"])
     out.add_rope_freq_base(config["rope_theta"])
     out.add_vocab_size(config["vocab_size"])
