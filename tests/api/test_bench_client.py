@@ -106,7 +106,7 @@ def test_the_benchmark_gets_its_figures(server: Server, backend: str) -> None:
     for number, found in enumerate(together):
         assert found.done and found.first > 0
         assert found.output_tokens == TOKENS and found.prompt_tokens > 3
-        assert 1 <= len(found.gaps) <= TOKENS + 1  # tokens that wait to be sent go together
+        assert len(found.gaps) <= TOKENS + 1  # tokens that wait to be sent go together, at worst all of them
         assert all(id.endswith(f"bench-{backend}-{number}") for id in found.ids) and len(found.ids) == 1
         assert found.text == one(number).text
 
