@@ -8,6 +8,7 @@ from collections.abc import AsyncIterator, Callable
 from functools import partial
 from typing import TypeVar
 
+import msgspec
 from starlette.requests import Request
 
 from preheat.errors import SlowRequest, TooLarge
@@ -64,6 +65,16 @@ def body_size(request: Request) -> int:
 def keep_body(request: Request, data: bytes) -> None:
     """Keep the body ``data``, so that it can be read once more."""
     request.scope[_KEPT] = data
+
+
+async def peeked(request: Request, kind: type[Result]) -> Result | None:
+    """Return the fields of a body that tell its form, None if it is malformed. The body can be read once more."""
+    data = await read_body(request)
+    keep_body(request, data)
+    try:
+        return msgspec.json.decode(data, type=kind)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
 
 
 async def read_body(request: Request) -> bytes:

@@ -17,7 +17,7 @@ from preheat.frontend.embedding import asked_of, check_of_tokens, prompt_of
 from preheat.frontend.pairs import Pair
 from preheat.frontend.request_state import RequestState
 from preheat.server import scoring
-from preheat.server.body import keep_body, read_body, read_request
+from preheat.server.body import peeked, read_request
 from preheat.server.embeddings import PooledWriter, as_input, embedded_states
 from preheat.server.embeddings_schema import Texts
 from preheat.server.params import prepared
@@ -112,13 +112,8 @@ async def predict(request: Request) -> ASGIApp:
 
 async def rerank(request: Request) -> ASGIApp:
     """Order documents, or TEI's texts, by their scores with a query."""
-    data = await read_body(request)
-    keep_body(request, data)
-    try:
-        asked = msgspec.json.decode(data, type=_Named)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return await scoring.rerank(request)  # refuses the body with the reason
-    return await (scoring.rerank if asked.texts is UNSET else _rerank_texts)(request)
+    asked = await peeked(request, _Named)
+    return await (scoring.rerank if asked is None or asked.texts is UNSET else _rerank_texts)(request)
 
 
 class _Named(Struct):

@@ -14,7 +14,7 @@ from preheat.errors import InvalidRequest
 from preheat.frontend.encoding import counted
 from preheat.frontend.frontend import Frontend
 from preheat.server import status
-from preheat.server.body import interpreted, keep_body, read_body, read_request
+from preheat.server.body import interpreted, peeked, read_request
 from preheat.server.schema import MAX_PROMPTS
 from preheat.server.tei import prompted
 from preheat.server.tei_schema import DecodeRequest, TokenizeTextsRequest, TokenPiece
@@ -29,13 +29,8 @@ class _Named(Struct):
 
 async def tokenize(request: Request) -> ASGIApp:
     """Encode text to token ids, in vLLM's form, or texts in TEI's."""
-    data = await read_body(request)
-    keep_body(request, data)
-    try:
-        asked = msgspec.json.decode(data, type=_Named)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
-        return await status.tokenize(request)  # refuses the body with the reason
-    return await (status.tokenize if asked.inputs is UNSET else _tokenize_texts)(request)
+    asked = await peeked(request, _Named)
+    return await (status.tokenize if asked is None or asked.inputs is UNSET else _tokenize_texts)(request)
 
 
 async def _tokenize_texts(request: Request) -> ASGIApp:
