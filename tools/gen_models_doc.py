@@ -13,12 +13,14 @@ from preheat.settings import OPTIONS
 from preheat.utils.encoders import HEADS as ENCODER_HEADS
 from preheat.utils.encoders import encoder_name
 from preheat.utils.options import Option
+from tests import qwen_vl
 from tests.cpu.checkpoints import MISTRAL3_TEXT, MODELS, SMALL, STATES
 from tests.llava import TEXT, VISION
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 
 LLAVA, GPT_OSS = "LlavaForConditionalGeneration", "GptOssForCausalLM"
+QWEN_VL = "Qwen3VLForConditionalGeneration"
 MISTRAL3, TEXT_OF = "Mistral3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"
 LLAVA_SMALL = {
     "architectures": [LLAVA], "text_config": {**TEXT, "vocab_size": 337}, "vision_config": VISION,
@@ -111,6 +113,8 @@ def _row(family: Callable[[Config], ModelSpec], names: list[str]) -> str:
         specs = [read_spec(LLAVA_SMALL)]
     if MISTRAL3 in names:
         specs = [read_spec({"architectures": [MISTRAL3], "text_config": MISTRAL3_TEXT})]
+    if QWEN_VL in names:
+        specs = [read_spec({"architectures": [QWEN_VL], "text_config": qwen_vl.TEXT_CONFIG})]
     if TEXT_OF in names:
         config = SMALL | STATES | {"model_type": "qwen3_5_text"}
         specs = [read_spec({"architectures": [TEXT_OF], "text_config": config})]

@@ -22,6 +22,7 @@ from preheat.ops.delta import DeltaRows, DeltaStates, delta_rule
 from preheat.ops.embedding import embed
 from preheat.ops.gate import gated
 from preheat.ops.rotary import apply_rope_
+from tests import qwen_vl
 from tests.cpu.checkpoints import MODELS, YARN_ROPE, longrope, save_checkpoint, save_mistral3
 
 TOKENS = 90
@@ -111,6 +112,11 @@ def test_logits_equal_transformers(name, tmp_path):
 
 def test_the_text_part_of_mistral_3(tmp_path):
     reference, tokens = save_mistral3(tmp_path), random_tokens() % 198
+    assert error_at_each_position(logits_of(open_decoder(tmp_path), tokens), reference(tokens)).max() <= 1e-5
+
+
+def test_a_text_for_qwen3_vl(tmp_path):
+    reference, tokens = qwen_vl.save_text(tmp_path), random_tokens() % 197
     assert error_at_each_position(logits_of(open_decoder(tmp_path), tokens), reference(tokens)).max() <= 1e-5
 
 

@@ -450,6 +450,8 @@ def config_of(architecture: str, **changes: Any) -> dict[str, Any]:
         return {"architectures": [architecture], "text_config": config | {"model_type": "llama"}, "image_token_id": 0}
     if architecture == "Mistral3ForConditionalGeneration":
         return {"architectures": [architecture], "text_config": config | {"model_type": "mistral"}}
+    if architecture == "Qwen3VLForConditionalGeneration":
+        return {"architectures": [architecture], "text_config": config | {"model_type": "qwen3_vl_text"}}
     if architecture.startswith("Qwen3_5") and architecture.endswith("ForConditionalGeneration"):
         kind = "qwen3_5_moe_text" if "Moe" in architecture else "qwen3_5_text"
         return {"architectures": [architecture], "text_config": config | {"model_type": kind}}

@@ -32,6 +32,7 @@ from preheat.model.families import (
     phi,
     qwen,
     qwen_next,
+    qwen_vl,
     stablelm,
 )
 from preheat.model.families.heads import classifying_decoder, with_classifier, with_token_head
@@ -81,6 +82,7 @@ FAMILIES: Mapping[str, Callable[[Config], ModelSpec]] = {
     "Qwen3ForCausalLM": qwen.qwen3,
     "Qwen3MoeForCausalLM": moe.qwen3_moe,
     "Qwen3NextForCausalLM": qwen_next.qwen3_next,
+    "Qwen3VLForConditionalGeneration": qwen_vl.qwen3_vl,
     "Qwen3_5ForCausalLM": qwen_next.qwen3_5,
     "Qwen3_5ForConditionalGeneration": qwen_next.text_of,
     "Qwen3_5MoeForCausalLM": qwen_next.qwen3_5_moe,

@@ -81,7 +81,7 @@ NEEDS: Mapping[str, str] = {
     "Idefics": _IMAGES, "InternVL": _IMAGES, "LlavaNext": _IMAGES, "LlavaOnevision": _IMAGES, "MiniCPMV": _IMAGES,
     "Mllama": _IMAGES, "Molmo": _IMAGES, "PaliGemma": _IMAGES, "Phi3V": _IMAGES,
     "Pixtral": _IMAGES,
-    "Gemma3ForConditionalGeneration": _IMAGES, "Qwen2VL": _IMAGES, "Qwen2_5_VL": _IMAGES, "Qwen3VL": _IMAGES,
+    "Gemma3ForConditionalGeneration": _IMAGES, "Qwen2VL": _IMAGES, "Qwen2_5_VL": _IMAGES, "Qwen3VLMoe": _IMAGES,
     "Moshi": _SOUND, "MossTranscribe": _SOUND, "Phi4Multimodal": _SOUND, "Phi4MM": _SOUND, "Qwen2Audio": _SOUND,
     "Qwen2_5Omni": _SOUND, "Qwen3Omni": _SOUND, "Ultravox": _SOUND, "Voxtral": _SOUND,
 }  # fmt: skip
