@@ -5,6 +5,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable
+from threading import Timer
 from types import SimpleNamespace
 from typing import Any
 
@@ -41,7 +42,7 @@ def rooms(world: int, patience: int = 10**9, first: int = 0, stride: int = STRID
     results = tuple(shared(size) for _ in range(world))
     raised = tuple(shared(count, torch.int64).fill_(first) for _ in range(world))
     return [
-        Room(rank, parts, results, raised, shared(PROGRAMS, torch.int64).fill_(first), shared(2, torch.int64), patience)
+        Room(rank, parts, results, raised, shared(PROGRAMS, torch.int64).fill_(first), shared(1, torch.int64), patience)
         for rank in range(world)
     ]
 
@@ -177,22 +178,24 @@ def test_a_silent_rank_ends_the_wait_and_later_ones():
         began = time.monotonic()
         for step in range(3):
             exchanged(memory[rank], step, ("shares", 40, 8, 1))
-        return memory[rank].control.tolist(), time.monotonic() - began
+        return memory[rank].silent.tolist(), time.monotonic() - began
 
-    ((control, seconds),) = forked(2, body, absent=(1,))
-    assert control == [0, 2] and seconds < 2
+    ((silent, seconds),) = forked(2, body, absent=(1,))
+    assert silent == [2] and seconds < 2
     assert memory[1].flags[1].max() == GONE.value, "rank 1 hears it, if it comes back"
 
 
 def test_the_host_ends_a_wait():
     memory = rooms(2, patience=1 << 60)
-    memory[0].control[0] = 1
 
     def body(rank: int) -> list[int]:
+        peers = Peers(RankSums(), memory[rank])
+        Timer(0.2, peers.abort).start()
         exchanged(memory[rank], 0, ("each", 4, 16, 1))
-        return memory[rank].control.tolist()
+        assert peers.fault() is None, "the host knows why"
+        return memory[rank].silent.tolist()
 
-    assert forked(2, body, absent=(1,)) == [[1, 2]]
+    assert forked(2, body, absent=(1,)) == [[2]]
 
 
 def test_a_rank_that_adds_its_own_splits_first_keeps_the_bits():

@@ -80,11 +80,10 @@ PATIENCE_S = 120.0
 
 
 class Room(NamedTuple):
-    """Memory for exchanges: of every rank ``parts``, ``results`` and ``flags``; of this one ``epochs`` and ``control``.
+    """Memory for exchanges: of every rank ``parts``, ``results`` and ``flags``; of this one ``epochs`` and ``silent``.
 
     ``parts`` and ``results`` are slots of 4 bytes a number. ``flags`` and ``epochs`` are int64, and zeros at first.
-    ``control`` int64 [2] is on the host: the host ends all waits by the first number, and a program names a silent rank
-    in the second one.
+    ``silent`` int64 [1] is on the host: a program that has given up waiting writes the silent rank there, plus one.
     """
 
     rank: int
@@ -92,7 +91,7 @@ class Room(NamedTuple):
     results: tuple[Tensor, ...]
     flags: tuple[Tensor, ...]
     epochs: Tensor
-    control: Tensor
+    silent: Tensor
     patience: int = int(PATIENCE_S * 1e9)
 
     @property

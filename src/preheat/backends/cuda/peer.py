@@ -16,7 +16,7 @@ from torch import Tensor
 
 from preheat.backends.cuda.collective import PATIENCE_S, Nccl, RankSums, Room, add_ranks
 from preheat.backends.cuda.launch import options
-from preheat.backends.cuda.peer_kernels import BESIDE, EACH, GATHER, LINE, SHARES, exchange
+from preheat.backends.cuda.peer_kernels import BESIDE, EACH, GATHER, GONE, LINE, SHARES, exchange
 from preheat.errors import PreheatError
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,7 @@ def run(
     step = how.block * (room.world if how.form == SHARES.value else 1)
     stride = room.parts[0].numel() // (2 * room.world * len(room.epochs))
     exchange[(min(triton.cdiv(size, step), programs, len(room.epochs)),)](
-        mine, bias, out, room.parts, room.results, room.flags, room.epochs, room.control, size, outputs, out.shape[-1],
+        mine, bias, out, room.parts, room.results, room.flags, room.epochs, room.silent, size, outputs, out.shape[-1],
         room.patience,
         FORM=how.form, RANK=room.rank, WORLD=room.world, BLOCK=how.block, STRIDE=stride, PROGRAMS=len(room.epochs),
         **options(num_warps=how.warps, num_stages=1),
@@ -89,7 +89,9 @@ class Peers(RankSums):
             4: room._replace(parts=tuple(each.view(torch.int32) for each in room.parts)),
             1: room._replace(parts=tuple(each.view(torch.uint8) for each in room.parts)),
         }
-        self._control = room.control
+        self._silent, self._flags, self._ended = room.silent, room.flags[room.rank], False
+        self._gone = torch.full(self._flags.shape, GONE.value, pin_memory=self._flags.is_cuda)
+        self._aside = torch.cuda.Stream(self._flags.device) if self._flags.is_cuda else None
 
     def sum(self, mine: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         out = mine.new_empty(mine.shape, dtype=dtype)
@@ -123,8 +125,8 @@ class Peers(RankSums):
 
     def fault(self) -> str | None:
         """See :class:`preheat.backends.base.Collective`."""
-        silent = int(self._control[1])
-        if not silent or int(self._control[0]):
+        silent = int(self._silent)
+        if not silent or self._ended:
             return None
         return (
             f"rank {silent - 1} did not answer rank {self.rank} on the device within {PATIENCE_S:g} s: its GPU or its "
@@ -132,7 +134,9 @@ class Peers(RankSums):
         )
 
     def abort(self) -> None:
-        self._control[0] = 1
+        self._ended = True
+        with torch.cuda.stream(self._aside):  # a copy needs no multiprocessor, and programs that wait may hold them all
+            self._flags.copy_(self._gone, non_blocking=True)
         self._nccl.abort()
 
 
@@ -176,7 +180,7 @@ def room_of(nccl: Nccl, device: torch.device) -> tuple[Room, object]:
         of_all(numbers, torch.float32, numbers),
         of_all(counts, torch.int64, numbers),
         torch.zeros(PROGRAMS, dtype=torch.int64, device=device),
-        torch.zeros(2, dtype=torch.int64, pin_memory=True),
+        torch.zeros(1, dtype=torch.int64, pin_memory=True),
     )
     return room, (memory, handle)
 

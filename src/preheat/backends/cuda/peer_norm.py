@@ -22,7 +22,7 @@ from preheat.ops.quantization import QuantizedRows
 
 @triton.jit(do_not_specialize=["rows"])
 def _sum_and_norm(
-    mine, addend, residual, weight, bias, out, static, codes, row_scales, parts, flags, epochs, control, rows, patience,
+    mine, addend, residual, weight, bias, out, static, codes, row_scales, parts, flags, epochs, silent, rows, patience,
     share, eps, KIND: tl.constexpr, SCALES: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr, RANK: tl.constexpr,
     WORLD: tl.constexpr, STRIDE: tl.constexpr, PROGRAMS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
@@ -41,7 +41,7 @@ def _sum_and_norm(
         turn = epoch + step
         row = (PID + step * tl.num_programs(0)).to(tl.int64)
         if step > 0:
-            wait(flags, control, turn, patience, PID, RANK, WORLD)
+            wait(flags, silent, turn, patience, PID, RANK, WORLD)
             token = row - tl.num_programs(0)
             own = tl.load(mine + token * SIZE + at, mask=inside, other=0.0)
             total = root(own, parts[RANK], turn - 1, at, inside, PID, RANK, WORLD, STRIDE, PROGRAMS)
@@ -73,7 +73,7 @@ def sum_and_norm(
     stride = room.parts[0].numel() // (2 * room.world * count)
     _sum_and_norm[(min(rows, programs or count),)](
         mine, addend, residual, norm.weight, norm.bias, out, static, codes, scales, room.parts, room.flags, room.epochs,
-        room.control, rows, room.patience, 1.0 / size, norm.eps, KIND=norm.kind, SCALES=kind, SIZE=size,
+        room.silent, rows, room.patience, 1.0 / size, norm.eps, KIND=norm.kind, SCALES=kind, SIZE=size,
         RANK=room.rank, WORLD=room.world, STRIDE=stride, PROGRAMS=count, **layout(size),
     )  # fmt: skip
     if codes is None or scales is None:
