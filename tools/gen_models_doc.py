@@ -8,7 +8,8 @@ from typing import Any
 
 from preheat.model.config import Config
 from preheat.model.families import ENCODERS, FAMILIES, read_spec
-from preheat.model.specs import DeltaSpec, ModelSpec
+from preheat.model.recurrence_specs import DeltaSpec
+from preheat.model.specs import ModelSpec
 from preheat.settings import OPTIONS
 from preheat.utils.encoders import HEADS as ENCODER_HEADS
 from preheat.utils.encoders import encoder_name

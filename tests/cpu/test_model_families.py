@@ -17,7 +17,7 @@ from preheat.model.decoder import Attended, Decoder
 from preheat.model.families import read_spec
 from preheat.model.files import read_config
 from preheat.model.loader import load_weights
-from preheat.model.specs import DeltaSpec
+from preheat.model.recurrence_specs import DeltaSpec
 from preheat.ops.delta import DeltaRows, DeltaStates, delta_rule
 from preheat.ops.embedding import embed
 from preheat.ops.gate import gated

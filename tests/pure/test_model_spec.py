@@ -27,12 +27,12 @@ from preheat.model.files import (
     weight_files,
 )
 from preheat.model.formats import expected_tensors
+from preheat.model.kv_spec import KVSpec
+from preheat.model.recurrence_specs import DeltaSpec
 from preheat.model.specs import (
     STACKED,
-    DeltaSpec,
     DenseSpec,
     ExpertsSpec,
-    KVSpec,
     LayerSpec,
     Leaf,
     LinearSpec,

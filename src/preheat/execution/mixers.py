@@ -18,7 +18,8 @@ from torch import Tensor
 from preheat.backends.base import Attend, Attention, AttentionWork, Backend, BlockTables, StepInputs, StepRows
 from preheat.model.decoder import Decoder
 from preheat.model.layers import RecurrenceWeights
-from preheat.model.specs import AttentionSpec, DeltaSpec
+from preheat.model.recurrence_specs import DeltaSpec
+from preheat.model.specs import AttentionSpec
 from preheat.ops.delta import DeltaRows, DeltaStates, DeltaWeights, Recur, delta_rule
 from preheat.ops.gate import gated
 

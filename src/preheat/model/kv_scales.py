@@ -16,7 +16,8 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from preheat.errors import ModelError, SettingsError
-from preheat.model.specs import AttentionSpec, KVDtype, LayerSpec, ModelSpec
+from preheat.model.kv_spec import KVDtype
+from preheat.model.specs import AttentionSpec, LayerSpec, ModelSpec
 
 logger = logging.getLogger(__name__)
 

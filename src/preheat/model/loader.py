@@ -39,6 +39,7 @@ from preheat.model.files import find_model
 from preheat.model.formats import FORMATS, LinearFormat
 from preheat.model.kv_scales import identity, resolve_scales, with_kv_dtype
 from preheat.model.latent import Latent
+from preheat.model.latent_specs import LatentSpec, UpSpec
 from preheat.model.layers import (
     AttentionWeights,
     DecoderLayer,
@@ -55,17 +56,16 @@ from preheat.model.layers import (
 from preheat.model.pooled_head import HeadLayer, HeadNorm
 from preheat.model.quantization import bytes_by_scheme
 from preheat.model.quantize import quantize
+from preheat.model.recurrence_specs import DeltaSpec
 from preheat.model.shard import head_tile, shard
 from preheat.model.sources import DummyTensors, Read, SafetensorsFiles, TensorSource, check_tensors
 from preheat.model.specs import (
     TIED_HEAD,
     AttentionSpec,
-    DeltaSpec,
     DenseSpec,
     DistanceSpec,
     EmbeddingSpec,
     HeadSpec,
-    LatentSpec,
     LayerSpec,
     LinearSpec,
     MlpSpec,
@@ -73,7 +73,6 @@ from preheat.model.specs import (
     MoeSpec,
     NormSpec,
     SharedSpec,
-    UpSpec,
     VectorSpec,
     VisionLayerSpec,
     VisionSpec,

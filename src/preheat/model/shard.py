@@ -17,12 +17,12 @@ from functools import cache
 
 from preheat.errors import ModelError
 from preheat.model.formats import FORMATS
+from preheat.model.latent_specs import LatentSpec
+from preheat.model.recurrence_specs import DeltaSpec
 from preheat.model.specs import (
     AttentionSpec,
-    DeltaSpec,
     DenseSpec,
     ExpertsSpec,
-    LatentSpec,
     LayerSpec,
     LinearSpec,
     MlpSpec,

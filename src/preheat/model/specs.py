@@ -11,15 +11,16 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, Literal, TypeVar, cast
+from typing import Any, Literal, TypeVar, cast
 
 from preheat.errors import ModelError
+from preheat.model.kv_spec import KVDtype, KVSpec
+from preheat.model.latent_specs import LatentSpec, UpSpec
+from preheat.model.recurrence_specs import ConvSpec, DeltaSpec
 from preheat.ops.kinds import Activation, NormKind, Scheme, Scoring
-from preheat.ops.values import Recurrence
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 Dtype = Literal["float32", "bfloat16", "float16"]
-KVDtype = Literal["auto", "fp8_e4m3", "fp8_e5m2"]
 T = TypeVar("T")
 N = TypeVar("N")
 
@@ -203,90 +204,6 @@ class QueryGrowth:
     length: int
 
 
-@dataclass(frozen=True)
-class KVSpec:
-    """Entry of a token in a layer's KV cache.
-
-    It is a key and a value of ``head_dim`` numbers for each head. Both are divided by ``scales`` (key, value) and
-    stored in ``dtype``; auto is the model's dtype. See :mod:`preheat.ops.float8`. ``latent``: the key is the value too,
-    so an entry has no other rows than its keys.
-    """
-
-    num_kv_heads: int
-    head_dim: int
-    dtype: KVDtype = "auto"
-    scales: tuple[float, float] = (1.0, 1.0)
-    latent: bool = False
-
-    @property
-    def sides(self) -> int:
-        """Rows of a head: its key and its value, or one row for both."""
-        return 1 if self.latent else 2
-
-    @property
-    def values(self) -> int:
-        """Numbers per token."""
-        return self.sides * self.num_kv_heads * self.head_dim
-
-    def bytes(self, itemsize: int) -> int:
-        """Return the bytes per token.
-
-        The model's dtype has ``itemsize`` bytes.
-        """
-        return self.values * (itemsize if self.dtype == "auto" else 1)
-
-
-@dataclass(frozen=True, kw_only=True)
-class UpSpec:
-    """The maps from a latent vector of ``rank`` numbers to the keys and the values of each head.
-
-    The checkpoint's module ``name`` has ``stored_heads`` heads, each with ``key`` rows and then ``value`` rows. A shard
-    has the heads from ``first`` on.
-    """
-
-    name: str
-    heads: int
-    key: int
-    value: int
-    rank: int
-    stored_heads: int
-    first: int = 0
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.stored_heads * (self.key + self.value), self.rank
-
-    @property
-    def weights(self) -> int:
-        """Numbers of the own heads."""
-        return self.heads * (self.key + self.value) * self.rank
-
-    @property
-    def params(self) -> int:
-        return self.weights
-
-    def weight_bytes(self, itemsize: int) -> int:
-        """Return the bytes of the maps on a device."""
-        return self.weights * itemsize
-
-
-@dataclass(frozen=True, kw_only=True)
-class LatentSpec:
-    """Attention over latent vectors (MLA).
-
-    A token has one vector of ``up.rank`` numbers, normed by ``norm``, and ``rope`` numbers that turn: its key and its
-    value for all heads. A query of ``up.key`` and ``rope`` numbers is the output of ``q``, which reads the first
-    outputs of ``qkv`` after their ``q_norm``; without ``q`` the first outputs of ``qkv`` are the queries. See
-    :mod:`preheat.model.latent`.
-    """
-
-    rope: int
-    up: UpSpec
-    norm: NormSpec
-    q: LinearSpec | None = None
-    q_norm: NormSpec | None = None
-
-
 @dataclass(frozen=True, kw_only=True)
 class AttentionSpec:
     """Attention of one layer.
@@ -341,71 +258,6 @@ class AttentionSpec:
         own = self.latent
         more = 0 if own is None else 2 * self.attended + self.head_dim + (own.q.outputs if own.q else 0)
         return self.qkv.outputs + self.o.inputs + more
-
-
-@dataclass(frozen=True)
-class ConvSpec:
-    """A convolution of each of ``channels`` over the last ``taps`` tokens; ``name`` is the checkpoint's module."""
-
-    name: str
-    channels: int
-    taps: int
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        return self.channels, 1, self.taps
-
-    @property
-    def params(self) -> int:
-        return self.channels * self.taps
-
-
-@dataclass(frozen=True, kw_only=True)
-class DeltaSpec:
-    """A gated delta rule in place of attention, see :mod:`preheat.ops.delta`.
-
-    ``qkv`` returns queries, keys, values, gates, betas and decays in this order. ``rate`` are the logarithms of the
-    negative rates of decay. A sequence has a state of ``value``, and neither keys nor values in the KV cache.
-    """
-
-    value: Recurrence
-    qkv: LinearSpec
-    o: LinearSpec
-    conv: ConvSpec
-    rate: VectorSpec
-    bias: VectorSpec
-    norm: NormSpec
-
-    kv: ClassVar[KVSpec] = KVSpec(0, 0)
-    window: ClassVar[None] = None
-    rope: ClassVar[None] = None
-    alibi: ClassVar[None] = None
-    growth: ClassVar[None] = None
-    sinks: ClassVar[None] = None
-    qk_norm: ClassVar[None] = None
-    whole_qk_norm: ClassVar[None] = None
-    latent: ClassVar[None] = None
-    causal: ClassVar[bool] = True
-
-    @property
-    def attended(self) -> int:
-        """Numbers of a token's output."""
-        return self.value.value_size
-
-    @property
-    def rope_dim(self) -> int:
-        """Numbers that may turn: none of them do."""
-        return self.head_dim
-
-    @property
-    def head_dim(self) -> int:
-        """Numbers of a token behind the projection, as one head."""
-        return self.value.inputs
-
-    @property
-    def activations(self) -> int:
-        """Intermediate numbers per token: the projection, the convolution and the output."""
-        return self.qkv.outputs + self.value.channels + self.o.inputs
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -23,6 +23,7 @@ from preheat.model.formats import LinearFormat, Piece, Plain, expected_tensors
 from preheat.model.formats_quantized import Shape
 from preheat.model.kv_scales import STORED
 from preheat.model.latent import Latent
+from preheat.model.latent_specs import LatentSpec
 from preheat.model.loader import LoadedModel, WeightLoader
 from preheat.model.sources import StoredTensors, is_harmless
 from preheat.model.specs import (
@@ -30,7 +31,6 @@ from preheat.model.specs import (
     DenseSpec,
     EmbeddingSpec,
     HeadSpec,
-    LatentSpec,
     LinearSpec,
     MlpSpec,
     ModelSpec,

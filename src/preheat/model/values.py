@@ -9,17 +9,9 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
 from preheat.errors import ModelError
-from preheat.model.specs import (
-    DeltaSpec,
-    EmbeddingSpec,
-    ExpertsSpec,
-    LinearSpec,
-    ModelSpec,
-    MoeSpec,
-    PatchSpec,
-    UpSpec,
-    leaves,
-)
+from preheat.model.latent_specs import UpSpec
+from preheat.model.recurrence_specs import DeltaSpec
+from preheat.model.specs import EmbeddingSpec, ExpertsSpec, LinearSpec, ModelSpec, MoeSpec, PatchSpec, leaves
 from preheat.ops.values import (
     Cache,
     Dtype,

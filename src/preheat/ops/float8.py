@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 DTYPES = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
-"""Dtypes by their names in :class:`preheat.model.specs.KVSpec`."""
+"""Dtypes by their names in :class:`preheat.model.kv_spec.KVSpec`."""
 
 
 def round_to(x: Tensor, scale: Tensor, dtype: torch.dtype, most: float | None = None) -> Tensor:

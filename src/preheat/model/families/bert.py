@@ -7,12 +7,12 @@ from dataclasses import dataclass, replace
 from preheat.errors import ModelError
 from preheat.model.config import Config
 from preheat.model.families.common import encoder, ungated
+from preheat.model.kv_spec import KVSpec
 from preheat.model.specs import (
     AttentionSpec,
     DenseSpec,
     DistanceSpec,
     EmbeddingSpec,
-    KVSpec,
     LayerSpec,
     LinearSpec,
     ModelSpec,

@@ -5,7 +5,8 @@ from __future__ import annotations
 from preheat.errors import ModelError
 from preheat.model.config import Config
 from preheat.model.families.common import LLAMA, Names, attention, gelu, layer_norm, model, ungated
-from preheat.model.specs import AttentionSpec, EmbeddingSpec, KVSpec, LayerSpec, LinearSpec, ModelSpec
+from preheat.model.kv_spec import KVSpec
+from preheat.model.specs import AttentionSpec, EmbeddingSpec, LayerSpec, LinearSpec, ModelSpec
 
 _BIGCODE = Names(embedding="transformer.wte", layer="transformer.h.{}.", final_norm="transformer.ln_f")
 

@@ -11,11 +11,11 @@ from functools import cache
 
 from preheat.errors import ModelError
 from preheat.model.config import Config
+from preheat.model.kv_spec import KVSpec
 from preheat.model.specs import (
     AttentionSpec,
     DenseSpec,
     EmbeddingSpec,
-    KVSpec,
     LayerSpec,
     LinearSpec,
     MlpSpec,

@@ -10,10 +10,10 @@ from preheat.errors import ModelError
 from preheat.model.config import Config
 from preheat.model.families.common import LLAMA, dense, model, norm
 from preheat.model.families.moe import STACKED, experts, modules
+from preheat.model.kv_spec import KVSpec
+from preheat.model.latent_specs import LatentSpec, UpSpec
 from preheat.model.specs import (
     AttentionSpec,
-    KVSpec,
-    LatentSpec,
     LayerSpec,
     LinearSpec,
     ModelSpec,
@@ -22,7 +22,6 @@ from preheat.model.specs import (
     Rename,
     RopeSpec,
     SharedSpec,
-    UpSpec,
     VectorSpec,
 )
 from preheat.ops.kinds import Scoring

@@ -7,7 +7,8 @@ from collections.abc import Mapping
 from preheat.errors import ModelError
 from preheat.model.config import Config
 from preheat.model.families.common import Names, layer_norm, model, ungated
-from preheat.model.specs import AttentionSpec, KVSpec, LayerSpec, LinearSpec, ModelSpec
+from preheat.model.kv_spec import KVSpec
+from preheat.model.specs import AttentionSpec, LayerSpec, LinearSpec, ModelSpec
 
 _MPT = Names(embedding="transformer.wte", layer="transformer.blocks.{}.", final_norm="transformer.norm_f")
 

@@ -9,10 +9,9 @@ from preheat.errors import ModelError
 from preheat.model.config import Config
 from preheat.model.families.common import LLAMA, attention, dense, model, norm, turning_order
 from preheat.model.families.moe import STACKED, with_shared_expert
+from preheat.model.recurrence_specs import ConvSpec, DeltaSpec
 from preheat.model.specs import (
     AttentionSpec,
-    ConvSpec,
-    DeltaSpec,
     LayerSpec,
     LinearSpec,
     MlpSpec,
