@@ -19,6 +19,7 @@ from torch import Tensor
 
 from preheat import LLM, SamplingParams
 from preheat.backends.cuda.work import SPLIT
+from preheat.errors import PreheatError
 from preheat.frontend.outputs import RequestOutput
 from preheat.model.files import read_config
 from preheat.settings import Settings
@@ -138,7 +139,10 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return saved
 
 
-HERE = {name: model for name, model in MODELS.items() if "kv_lora_rank" not in model[1]}
+ELSEWHERE = {"kv_lora_rank": "latent vectors", "linear_num_key_heads": "state"}
+"""Sizes of layers that no GPU runs yet, and their names in the refusal."""
+
+HERE = {name: model for name, model in MODELS.items() if not ELSEWHERE.keys() & model[1].keys()}
 """Families that a GPU runs."""
 
 ROUTED = [name for name, (_, changes) in HERE.items() if "num_experts_per_tok" in changes]
@@ -147,6 +151,9 @@ IN_FLOAT32 = [*ROUTED, "phi3 with longrope"]
 
 A token near a tie of two experts, or a stretched rope, amplifies the rounding of bfloat16 beyond the bound.
 """
+
+ROUNDED_LESS = ("ernie 4.5", "helium", "olmo 3")
+"""Families of the reference that round once where others, and we, round after each product of a norm or a rope."""
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:.torch.jit.script. is deprecated:DeprecationWarning"
@@ -157,13 +164,15 @@ pytestmark = pytest.mark.filterwarnings(
 def test_bfloat16_is_transformers(name, checkpoint):
     """The error is as small as rounding, and the best token agrees wherever rounding cannot change it.
 
-    Where the two differ by more, ours must be the closer one to transformers in float32.
+    Where the two differ by more, ours must be as close to transformers in float32 as theirs. Two equally good roundings
+    differ in that by a percent.
     """
     folder = checkpoint(name)
     found = run(folder, "bfloat16")
     ours = torch.cat([logprobs for _, logprobs in found])
     theirs, exact = (torch.cat(reference(folder, found, dtype)) for dtype in (torch.bfloat16, torch.float32))
-    assert error(ours, theirs) <= 1e-2 or error(ours, exact) < error(theirs, exact)
+    most = error(theirs, exact) * (1.15 if name in ROUNDED_LESS else 1.01)
+    assert error(ours, theirs) <= 1e-2 or error(ours, exact) <= most
     top = theirs.topk(2, -1).values
     certain = top[:, 0] - top[:, 1] > 4 * (ours - theirs).abs().max(-1).values
     assert certain.sum() > 200  # the comparison covers enough tokens
@@ -200,6 +209,13 @@ def test_a_family_has_one_set_of_bits(name, checkpoint):
     asked = Verification(boot_engine, settings, prompts, REDUCED)
     results = list(asked.results())
     assert asked.verdict(results).ok, [str(result.first) for result in results]
+
+
+@pytest.mark.parametrize("size", ELSEWHERE)
+def test_other_families_are_refused_by_name(size, tmp_path):
+    save_checkpoint(next(model for model in MODELS.values() if size in model[1]), tmp_path)
+    with pytest.raises(PreheatError, match=ELSEWHERE[size]):
+        LLM(str(tmp_path), **OPTIONS)
 
 
 @pytest.mark.parametrize(
