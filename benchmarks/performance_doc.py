@@ -15,7 +15,7 @@ from benchmarks.common.table import anchors, rows, shown
 
 DOCS = ROOT / "docs"
 DOCUMENT = DOCS / "performance.md"
-DOCUMENTS = (DOCUMENT, DOCS / "determinism.md", DOCS / "quantization.md")
+DOCUMENTS = (DOCUMENT, DOCS / "determinism.md", DOCS / "parallel.md", DOCS / "quantization.md")
 
 BLOCK = re.compile(
     r"(<!-- written by benchmarks/performance_doc\.py: ([\w.-]+) ([\w.-]+) -->\n).*?(<!-- end -->\n)", re.DOTALL
@@ -160,6 +160,20 @@ def cpu_engines(name: str, results: Path) -> str:
     return "".join(lines) + "\n"
 
 
+def collective(name: str, results: Path) -> str:
+    """Return a table of the ways to add the numbers of all ranks: microseconds by rows."""
+    path = results / f"{name}.json"
+    if not path.exists():
+        return "\nNot measured yet.\n\n"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    cases = found["figures"]["microseconds"]
+    lines = [f"\n{found['figures']['world']} GPUs. {_machine(found['machine'])}.\n"]
+    rows = [f"{case['rows']:,}" for case in cases]
+    lines += [f"\n| rows | {' | '.join(rows)} |\n| --- |{' --- |' * len(rows)}\n"]
+    lines += [f"| {way} | {' | '.join(f'{case[way]:,.1f}' for case in cases)} |\n" for way in cases[0] if way != "rows"]
+    return "".join(lines) + "\n"
+
+
 def encoders(name: str, results: Path) -> str:
     """Return a table of engines of embeddings on a CPU: texts and tokens a second, and the time of a query."""
     path = results / "encoders.json"
@@ -232,6 +246,7 @@ def svg(shape: str, results: Path) -> str | None:
 WRITERS = {
     "beside_vllm": beside_vllm,
     "by_format": by_format,
+    "collective": collective,
     "cpu_engines": cpu_engines,
     "encoders": encoders,
     "invariance_cost": invariance_cost,

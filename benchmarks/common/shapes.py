@@ -77,6 +77,25 @@ SHAPES: dict[str, dict[str, Any]] = {
         "bos_token_id": 151643,
         "eos_token_id": 151645,
     },
+    "llama-3-70b": {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": 8192,
+        "intermediate_size": 28672,
+        "num_hidden_layers": 80,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 128256,
+        "max_position_embeddings": 8192,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "tie_word_embeddings": False,
+        "hidden_act": "silu",
+        "torch_dtype": "bfloat16",
+        "bos_token_id": 128000,
+        "eos_token_id": 128001,
+    },
     "mixtral-8x7b": {
         "architectures": ["MixtralForCausalLM"],
         "model_type": "mixtral",
@@ -114,10 +133,11 @@ FORMATS: dict[str, dict[str, Any]] = {
 def named(shape: str, number_format: str | None, options: dict[str, Any]) -> str:
     """Return the name of a result.
 
-    It has the shape, and the formats of weights and cache other than the model's own.
+    It has the shape, the formats of weights and cache other than the model's own, and the number of several ranks.
     """
-    kv = options.get("kv_cache_dtype", "auto")
-    return "_".join([shape, *([number_format] if number_format else []), *([] if kv == "auto" else ["kv", kv])])
+    kv, ranks = options.get("kv_cache_dtype", "auto"), options.get("tensor_parallel_size", 1)
+    parts = [shape, *([number_format] if number_format else []), *([] if kv == "auto" else ["kv", kv])]
+    return "_".join([*parts, *([] if ranks == 1 else [f"tp{ranks}"])])
 
 
 @dataclass(frozen=True)

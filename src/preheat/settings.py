@@ -649,9 +649,9 @@ class Settings:
         choices=("mp", "ray", "uni"),
     )
     disable_custom_all_reduce: bool = _spread(
-        True,
-        "Let GPUs exchange through NCCL instead of writing into each other's memory. Both have the same bits. "
-        "Writing is faster for few rows, and has stalled at others.",
+        False,
+        "Let GPUs of one host exchange through NCCL instead of writing into each other's memory. Both have the same "
+        "bits. Writing is faster.",
     )
 
     data_parallel_size: int = _spread(

@@ -61,8 +61,7 @@ CASES = {
     "divided adapters": Case(adapters="divided"),
     "moe adapters": Case("moe", adapters="whole"),
     "drafts": Case(options={"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
-    "peer memory": Case("wide", LARGE, only={"disable_custom_all_reduce": False}),
-    "peer memory, few rows": Case(only={"disable_custom_all_reduce": False}),
+    "through NCCL": Case("wide", LARGE, only={"disable_custom_all_reduce": True}),
     "eager": Case(options={"enforce_eager": True}),
 }
 """Every feature of ranks on GPUs, at least once."""

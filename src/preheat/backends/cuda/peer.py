@@ -50,7 +50,7 @@ def launch_for(size: int, world: int) -> Launch:
         return Launch(EACH.value, 2048, 8)
     if size * (world - 1) <= EACH_MOST:
         return Launch(EACH.value, 4096, 8)
-    return Launch(SHARES.value, 4096, 8)
+    return Launch(SHARES.value, 8192, 16) if size > 1 << 20 else Launch(SHARES.value, 4096, 8)
 
 
 def slots(world: int, programs: int = PROGRAMS, stride: int = STRIDE) -> int:
@@ -185,7 +185,7 @@ def room_of(nccl: Nccl, device: torch.device) -> tuple[Room, object]:
     return room, (memory, handle)
 
 
-PROOF_SIZES = (1, 4096, 33 * 4096, 4096 * 300 + 24, 4096 * 2048)
+PROOF_SIZES = (1, 4096, 33 * 4096, 4096 * 200 + 24, 4096 * 300 + 24, 4096 * 2048)
 """Numbers of the proof: every launch of :func:`launch_for`, whole tiles and parts of tiles, one step and several."""
 
 
