@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.backends.cuda.facts import FACTS as CUDA
 from preheat.cli import main
@@ -22,7 +23,7 @@ from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.verify.fuzz import Fuzz, possible
 from preheat.verify.random_engines import random_features
-from preheat.verify.random_models import FAMILIES, HEAD_RATIOS, random_config
+from preheat.verify.random_models import FAMILIES, HEAD_RATIOS, WITH_LATENTS, WITH_STATES, random_config
 from tests.cpu.planted import split_by_batch
 
 ROUNDS, FIRST_SEED = 4, 1
@@ -64,6 +65,19 @@ def test_options_that_a_device_rejects_are_not_drawn(monkeypatch):
     for cards, ranks in ((1, {}), (2, {"tensor_parallel_size": 2})):
         monkeypatch.setattr("torch.accelerator.device_count", lambda cards=cards: cards)
         assert possible(drawn, CUDA) == {"max_num_seqs": 3, **ranks}
+
+
+def test_models_that_a_device_cannot_run_are_not_drawn(monkeypatch, tmp_path):
+    backend = CpuBackend()
+    monkeypatch.setattr(backend, "facts", CUDA)
+    monkeypatch.setattr("preheat.verify.fuzz.pick_backend", lambda device: backend)
+    refused = {*WITH_LATENTS, *WITH_STATES}
+    seeds = [seed for seed in range(60) if random_config(random.Random(seed))["architectures"][0] in refused]
+    for seed in seeds:
+        fuzz = Fuzz(boot_engine, Settings.load({"device": "cpu"}), True)
+        *_, shown = fuzz._model(tmp_path, random.Random(seed), seed)
+        assert shown[0] not in refused
+    assert len(seeds) > 5
 
 
 def test_its_flags_belong_together(capsys):

@@ -12,13 +12,16 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from preheat.backends.base import Facts
+from preheat.backends.base import Backend, Facts
+from preheat.backends.registry import pick_backend
 from preheat.errors import PreheatError
+from preheat.model.loader import obstacle
 from preheat.settings import Settings
 from preheat.utils.speculation import WITHOUT
 from preheat.verify.compare import PathResult, compare
@@ -50,6 +53,10 @@ class Fuzz:
     random_models: bool
     seed: int = 0
     clock: Callable[[], float] = time.monotonic
+
+    @cached_property
+    def _backend(self) -> Backend:
+        return pick_backend(self.settings.device)
 
     def results(self, seconds: float) -> Iterator[PathResult]:
         """Yield each round's result.
@@ -99,6 +106,8 @@ class Fuzz:
         if not self.random_models:
             return settings, None, []
         config = write_model(folder / "model", draw)
+        while obstacle(replace(settings, model=str(folder / "model"), load_format="dummy"), self._backend):
+            config = write_model(folder / "model", draw)  # the device runs no model of this kind
         dtype = draw.choice(("float32", "bfloat16")) if settings.dtype == "auto" else settings.dtype
         threads = settings.num_threads or draw.choice((1, 2))
         model: dict[str, Any] = {"model": str(folder / "model"), "load_format": "dummy", "skip_tokenizer_init": True}
