@@ -871,7 +871,7 @@ class StepResult:
     tokens: np.ndarray  # int32 [total_sampled]
     logprobs: dict[int, TokenLogprobs] = field(default_factory=dict)
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
-    hidden: dict[int, list[np.ndarray]] | None = None  # of a pooling engine: by row, fp32 [hidden] of its tokens
+    hidden: dict[int, np.ndarray] | None = None  # of a pooling engine: by row, fp32 [tokens, hidden]
     digests: dict[int, int] = field(default_factory=dict)  # of logits, by index in ``tokens``
 
 

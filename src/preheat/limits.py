@@ -21,7 +21,7 @@ class Limits:
     ``num_speculative_tokens`` draft tokens. An image, or a piece of a prompt's embeddings, takes ``image_tokens``
     positions of a prompt; 0 means that there are none. The last ``spare`` of ``max_model_len`` tokens are never
     computed. A block belongs to one of the ``groups`` of layers at a time; the first group is the one that keeps the
-    most.
+    most. An engine that ``pools`` may read the state of each token of a step.
     """
 
     max_model_len: int
@@ -34,6 +34,7 @@ class Limits:
     image_tokens: int = 0
     spare: int = 0
     groups: tuple[CacheGroup, ...] = WHOLE
+    pools: bool = False
 
     @property
     def max_images(self) -> int:
@@ -74,10 +75,12 @@ class Limits:
     def max_sampled(self) -> int:
         """The most positions that a step samples.
 
-        There is one in each row, and one after each draft token.
+        There is one in each row, and one after each draft token. An engine that pools may read all tokens of texts.
         """
-        most = self.max_num_seqs * (1 + self.num_speculative_tokens)
-        return min(most, max(self.max_num_batched_tokens, self.max_num_seqs))
+        tokens = max(self.max_num_batched_tokens, self.max_num_seqs)
+        if self.pools:
+            return max(min(tokens, self.max_rows * (self.max_model_len - self.spare)), self.max_num_seqs)
+        return min(self.max_num_seqs * (1 + self.num_speculative_tokens), tokens)
 
 
 def resolve_limits(

@@ -111,15 +111,13 @@ def test_a_text_is_read_in_one_step(bert, llm):
     assert len(cut[0].prompt_token_ids) == 300
 
 
-def shifted(self, schedule, ends):
+def shifted(self, *step):
     """Plant states of the step's first tokens in place of the row's."""
-    found = prompt_parts(self, schedule, ends)
-    for part in found:
-        part.before -= int(part.before[0])
-    return found
+    rows, tokens = states_wanted(self, *step)
+    return rows, tokens - tokens[np.searchsorted(rows, rows)]
 
 
-prompt_parts = Packer._prompt_parts
+states_wanted = Packer._states_of
 
 
 def test_nothing_is_cold_and_the_check_at_boot_looks(bert, monkeypatch):
@@ -132,7 +130,7 @@ def test_nothing_is_cold_and_the_check_at_boot_looks(bert, monkeypatch):
     names = [item.name for item in llm.loop.packer.plan.items if item.kind == "check"]
     assert "(check, whole texts)" in names
     assert not {"(check, chunked)", "(check, prefix hit)", "(check, decode)", "(check, pooled)"} & set(names)
-    monkeypatch.setattr(Packer, "_prompt_parts", shifted)
+    monkeypatch.setattr(Packer, "_states_of", shifted)
     with pytest.raises(NotInvariant, match=r"whole texts: .* have other states beside other texts than alone"):
         LLM(str(bert[0]), **options)
 

@@ -13,6 +13,7 @@ from preheat import LLM, SamplingParams
 pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
 
 from preheat.backends.cpu.llvm.embed import TABLES
+from preheat.ops.embedding import embed
 
 OPTIONS: dict[str, Any] = {
     "execution_mode": "llvm", "num_threads": 2, "skip_warmup": True, "boot_check": "off", "on_cold": "off",
@@ -31,12 +32,29 @@ def llm() -> LLM:
 
 @pytest.mark.parametrize("stored", TABLES)
 def test_embeddings_are_rows_of_the_table(llm, stored):
-    embed, table = llm.loop.executor.decoder.functions.embed, torch.randn(7, 48).to(getattr(torch, stored))
+    compiled, table = llm.loop.executor.decoder.functions.embed, torch.randn(7, 48).to(getattr(torch, stored))
     tokens, out = torch.tensor([6, 0, 3, 3], dtype=torch.int32), torch.empty(4, 48)
-    assert embed.takes(table, out)
-    embed(tokens, table, out)
+    assert compiled.takes(table, out)
+    compiled(tokens, table, out)
     assert torch.equal(out, table[tokens].float())
-    assert not embed.takes(torch.randn(7, 40), torch.empty(4, 40))
+    assert not compiled.takes(torch.randn(7, 40), torch.empty(4, 40))
+
+
+def test_rows_of_types_and_positions_are_added_in_this_order(llm):
+    """A sum has the bits of the reference; a type or a position outside its table is an error."""
+    compiled, chance = llm.loop.executor.decoder.functions.embed, torch.Generator().manual_seed(0)
+    table, types, positions = (torch.randn(size, 48, generator=chance) for size in (7, 3, 9))
+    tokens, at = torch.tensor([6, 7, 20, 13], dtype=torch.int32), torch.tensor([0, 8, 3, 3], dtype=torch.int32)
+    added, out = [(types, tokens, 7), (positions, at, 1)], torch.empty(4, 48)
+    assert compiled.takes(table, out, added)
+    compiled(tokens, table, out, types=3, added=added)
+    assert torch.equal(out, embed(tokens, table, types=types, positions=positions, at=at))
+    compiled(tokens, table, out, types=3, added=added[::-1])
+    assert not torch.equal(out, embed(tokens, table, types=types, positions=positions, at=at))
+    for ids, places, rows in ((tokens + 1, at, 7), (tokens, at + 1, 9), (tokens, at - 1, 9)):
+        with pytest.raises(IndexError, match=f"outside of the table's {rows} rows"):
+            compiled(ids, table, out, types=3, added=[(types, tokens, 7), (positions, places, 1)])
+    assert not compiled.takes(table.bfloat16(), out, added)
 
 
 @pytest.mark.parametrize("token", [7, -1])

@@ -80,9 +80,9 @@ def test_pools_equal_sentence_transformers(mode):
     torch.manual_seed(0)
     for tokens in (1, 2, 40):
         states = torch.randn(tokens, 33)
-        parts = [list(states.numpy()[first : first + 7]) for first in range(0, tokens, 7)]
+        parts = [states.numpy()[first : first + 7] for first in range(0, tokens, 7)]
         whole, cut = (pooled.pool_of(POOLS.index(_KINDS[mode]), states[0].numpy()) for _ in range(2))
-        whole.add(list(states.numpy()))
+        whole.add(states.numpy())
         for part in parts:
             cut.add(part)
         assert whole.result() == cut.result()

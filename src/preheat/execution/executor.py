@@ -69,9 +69,10 @@ class LaunchedStep:
     def result(self) -> StepResult:
         """Wait for the step and return its result."""
         batch, rows, reporting = self.batch, self.batch.sampled_rows, self.batch.reporting
-        tokens, reports = self.sampler.read(batch.turn, len(rows), reporting, batch.alternatives)
         if isinstance(self.sampler, Pooler):
-            return StepResult(tokens, hidden=_by_row(batch, self.prompt_logprobs, reports))
+            states = self.sampler.states(batch.turn, len(rows))
+            return StepResult(np.zeros(batch.schedule.total_sampled, np.int64), hidden=_by_row(rows, states))
+        tokens, reports = self.sampler.read(batch.turn, len(rows), reporting, batch.alternatives)
         result = StepResult(tokens, prompt_logprobs=self.prompt_logprobs, digests=self.digests)
         if reports:
             result.logprobs = dict(zip(reporting.tolist(), reports, strict=True))
@@ -393,8 +394,15 @@ class Executor:
         self.sampler.describe(batch.turn, batch.sampling, batch.sampled_slots)
         logits = self.samples.run(batch.sampler_program, eager=eager)
         if self._watch is not None:
-            self._watch(logits[: len(batch.sampled_rows)].float(), batch)
+            self._watch(self._drawn(batch, logits).float(), batch)
         return logits
+
+    def _drawn(self, batch: InputBatch, logits: Tensor) -> Tensor:
+        """Return the logits of sampled positions; in an engine that pools, the last state of each sampling row."""
+        if isinstance(self.sampler, Pooler):
+            places = np.searchsorted(batch.sampled_rows, batch.schedule.sampled()[0], side="right") - 1
+            return logits[torch.from_numpy(places).to(logits.device)]
+        return logits[: len(batch.sampled_rows)]
 
     def _answer(self, batch: InputBatch, logits: Tensor | None) -> LaunchedStep:
         """Compute the wanted logprobs, and start all copies to the host."""
@@ -503,15 +511,11 @@ class Executor:
         return self.decoder.finish(sampled, eager=tap is not None, tap=tap)
 
 
-def _by_row(batch: InputBatch, before: dict[int, list[Any]], last: Sequence[np.ndarray]) -> dict[int, list[np.ndarray]]:
-    """Return the requested hidden states of each row.
-
-    They are in the order of its tokens. ``before`` are the states before the sampled token, ``last`` the states of the
-    sampled tokens.
-    """
-    for place, state in zip(batch.reporting.tolist(), last, strict=True):
-        before.setdefault(int(batch.sampled_rows[place]), []).append(state)
-    return before
+def _by_row(rows: np.ndarray, states: np.ndarray) -> dict[int, np.ndarray]:
+    """Return the ``states`` [n, hidden] of each row, in the order of its tokens; ``rows`` [n] ascend."""
+    begins = np.flatnonzero(np.diff(rows, prepend=-1)).tolist()
+    ends = [*begins[1:], len(rows)]
+    return {int(rows[begin]): states[begin:end] for begin, end in zip(begins, ends, strict=bool(begins))}
 
 
 def attention_layers(decoder: Decoder, cache: KVCache) -> list[AttentionLayer]:

@@ -44,7 +44,8 @@ class InputBatch:
 
     ``pieces`` are the used parts of the host copy, ``work`` is attention's. ``sampling`` says how to draw from the
     logits of ``sampled_rows`` (a row that samples k positions is there k times), padded to ``sampling_size``. The
-    entries of ``sampled_rows`` at the indices ``reporting`` report logprobs of ``alternatives`` tokens each.
+    entries of ``sampled_rows`` at the indices ``reporting`` report logprobs of ``alternatives`` tokens each. In an
+    engine that pools, ``sampled_rows`` has an entry for each wanted state, in the order of the step's tokens.
     """
 
     schedule: Schedule
@@ -182,9 +183,10 @@ class Packer:
         sampled_rows, positions = schedule.sampled()
         sampled_slots = schedule.slots[sampled_rows]
         sampled_tokens = ends[sampled_rows] - 1 - (schedule.ends[sampled_rows] - positions)
-        if self._first:
-            last = slots.prompt_logprobs[sampled_slots] != NO_LOGPROBS  # all tokens are pooled, in their order
-            sampled_tokens = np.where(last, sampled_tokens, (ends - schedule.extend)[sampled_rows])
+        sampling = sampling_input(slots, sampled_slots, positions + self.ahead, self._stages)
+        if self.plan.limits.pools:
+            sampled_rows, sampled_tokens = self._states_of(schedule, ends, sampled_rows, sampled_tokens)
+            sampled_slots = schedule.slots[sampled_rows]
         alternatives, adapters = slots.logprobs[sampled_slots], slots.adapter[schedule.slots]
         reporting = (alternatives != NO_LOGPROBS).nonzero()[0]
         digested = slots.has_receipt[sampled_slots].nonzero()[0]
@@ -196,12 +198,31 @@ class Packer:
             sampled_rows=sampled_rows,
             sampled_slots=sampled_slots,
             sampling_size=self.plan.sampler_rows(len(sampled_rows)),
-            sampling=sampling_input(slots, sampled_slots, positions + self.ahead, self._stages),
+            sampling=sampling,
             reporting=reporting,
             alternatives=alternatives[reporting],
             digested=digested if len(digested) else None,
             adapters=adapters if self.plan.options.enable_lora and (adapters >= 0).any() else None,
         )
+
+    def _states_of(
+        self, schedule: Schedule, ends: np.ndarray, rows: np.ndarray, tokens: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """Return the row and the index of each token with a wanted state, int64 [n].
+
+        These are all computed tokens of a row that pools all, and one token of each other row in ``rows``: its entry
+        of ``tokens``, or its first token.
+        """
+        every = self.slots.prompt_logprobs[schedule.slots] != NO_LOGPROBS
+        begins = ends - schedule.extend
+        counts, first = np.where(every, schedule.extend, 0).astype(np.int64), begins.astype(np.int64)
+        one = ~every[rows]
+        counts[rows[one]] = 1
+        if not self._first:
+            first[rows[one]] = tokens[one]
+        before = counts.cumsum() - counts
+        found = np.arange(schedule.rows).repeat(counts)
+        return found, np.arange(len(found)) + (first - before).repeat(counts)
 
     def _sampling_of(self, schedule: Schedule, rows: _Rows) -> SamplingInput:
         at = int(schedule.first[0])
@@ -238,9 +259,9 @@ class Packer:
         slots[:count] = schedule.slots.repeat(schedule.extend)
         tokens[count:] = positions[count:] = 0
         slots[count:] = self.buffers.pad_slot
-        sampled = words[MAX_LISTS : MAX_LISTS + size]
-        sampled[: len(rows.sampled_rows)] = rows.sampled_tokens
-        sampled[len(rows.sampled_rows) :] = 0
+        sampled, wanted = words[MAX_LISTS : MAX_LISTS + size], len(rows.sampled_tokens)
+        sampled[:wanted] = rows.sampled_tokens
+        sampled[wanted:] = 0
 
     def _write_tokens(self, words: np.ndarray, layout: Layout, schedule: Schedule, rows: _Rows) -> None:
         """Write each token's id and position."""
@@ -268,11 +289,13 @@ class Packer:
         return read
 
     def _prompt_parts(self, schedule: Schedule, ends: np.ndarray) -> list[PromptPart]:
-        """Return the prompt parts of prefilling rows.
+        """Return the prompt parts of prefilling rows; none in an engine that pools.
 
         A token that ends the prompt has no successor.
         """
         slots, found, most = self.slots, list[PromptPart](), self.plan.sampler_sizes[-1]
+        if self.plan.limits.pools:
+            return found
         for row in range(schedule.num_decode, schedule.rows):
             slot = schedule.slots[row]
             if slots.prompt_logprobs[slot] == NO_LOGPROBS:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -23,11 +25,10 @@ class Pooler:
         like = torch.zeros(limits.max_sampled, hidden_size, dtype=dtype, device=backend.device)
         self._host = [backend.host_copy(like) for _ in range(HOST_COPIES)]
         self._fetched = [backend.event() for _ in range(HOST_COPIES)]
-        self._size = 0
-        self._hidden = like[:0]
+        self._hidden = like.new_empty(0, hidden_size)
 
     def describe(self, turn: int, step: SamplingInput, slots: np.ndarray) -> None:
-        self._size = step.size
+        """Do nothing: no row is drawn from."""
 
     def masks(self, turn: int) -> np.ndarray:
         return np.zeros((0, 0), np.int32)
@@ -36,31 +37,32 @@ class Pooler:
         """Do nothing."""
 
     def report(self, logits: Tensor) -> None:
-        self._hidden = logits[: self._size]
+        self._hidden = logits
 
     def fetch(self, turn: int, *, tokens: bool, reports: bool) -> None:
         if reports:
-            self._host[turn][: self._size].copy_(self._hidden, non_blocking=True)
+            self._host[turn][: len(self._hidden)].copy_(self._hidden, non_blocking=True)
         self._fetched[turn].record()
+
+    def states(self, turn: int, count: int) -> np.ndarray:
+        """Return the first ``count`` fetched states, fp32 [count, hidden]."""
+        self._fetched[turn].wait()
+        found: np.ndarray = self._host[turn][:count].to(torch.float32, copy=True).numpy()
+        return found
 
     def read(
         self, turn: int, rows: int, reporting: np.ndarray, alternatives: np.ndarray
-    ) -> tuple[np.ndarray, list[np.ndarray]]:
-        """Return zeros [rows], and the states of the ``reporting`` rows.
+    ) -> tuple[np.ndarray, list[Any]]:
+        """Return zeros [rows], and the states of the ``reporting`` rows, fp32 [hidden] each."""
+        return np.zeros(rows, np.int64), list(self.states(turn, rows)[reporting])
 
-        A state is fp32 [hidden]; ``reporting`` are indices.
-        """
-        self._fetched[turn].wait()
-        states = self._host[turn][torch.from_numpy(reporting)].float().numpy()
-        return np.zeros(rows, np.int64), list(states)
-
-    def logprobs(self, logits: Tensor, tokens: np.ndarray, alternatives: int) -> list[np.ndarray]:
-        """Return the fp32 hidden state [hidden] of each of the first n rows."""
-        return list(logits[: len(tokens)].float().cpu().numpy().copy())  # the next step overwrites them
+    def logprobs(self, logits: Tensor, tokens: np.ndarray, alternatives: int) -> list[Any]:
+        """Return no reports: an engine that pools wants states, and no log-probabilities of successors."""
+        return []
 
     def compile(self, logits: Tensor) -> None: ...
 
     def clear(self) -> None:
-        self._size = 0
+        """Do nothing: the device knows no rows."""
 
     def forget(self) -> None: ...

@@ -6,6 +6,7 @@ import argparse
 import json
 from collections import Counter, defaultdict
 from collections.abc import Mapping
+from dataclasses import replace
 
 from preheat.backends.base import Facts
 from preheat.cache_groups import WHOLE
@@ -81,6 +82,7 @@ def plan(
         spare=SPARE * spec.encodes,
         groups=grouping.groups,
     )
+    limits = replace(limits, pools=spec.head is None)
     made = make_plan(
         limits, PlanOptions.of(settings, facts, pools=spec.head is None), Costs(sizes, facts.machine, limits.block_size)
     )

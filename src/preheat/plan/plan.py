@@ -81,7 +81,8 @@ class Plan:
         """Padded sizes of sampling in rows, ascending.
 
         They are 0, 1, the rows of the decode buckets and the most rows of a step. Each draft is one more row: with
-        drafts there are also four sizes in each doubling, up to the most rows with drafts.
+        drafts there are also four sizes in each doubling, up to the most rows with drafts. An engine that pools has two
+        sizes in each doubling, up to all tokens of a step.
         """
         decode = self.dispatcher.phases["decode"]
         rows = {bucket.rows for bucket in (*decode.buckets, decode.fallback) if bucket is not None}
@@ -90,6 +91,8 @@ class Plan:
         most = min(limits.max_sampled, limits.max_rows * (1 + limits.num_speculative_tokens))
         if self.verifies and most > max(rows):
             rows |= set(bucket_sizes("exponential", max(rows), 2, most, per_doubling=4))
+        if limits.pools and limits.max_sampled > max(rows):
+            rows |= set(bucket_sizes("exponential", max(rows), 2, limits.max_sampled, per_doubling=2))
         return tuple(sorted(rows))
 
     @property

@@ -21,8 +21,8 @@ class Pooled:
     def __init__(self, first: np.ndarray) -> None:
         self.total, self.count = np.zeros_like(first), 0
 
-    def add(self, states: list[np.ndarray]) -> None:
-        """Add the hidden states of the next tokens, fp32 [hidden] each."""
+    def add(self, states: np.ndarray) -> None:
+        """Add the hidden states of the next tokens, fp32 [tokens, hidden]."""
         for state in states:
             self.count += 1
             self.join(state)

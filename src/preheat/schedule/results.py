@@ -116,7 +116,7 @@ def _corrupted(schedule: Schedule, result: StepResult, live: np.ndarray, kept: _
     for row, entries in result.prompt_logprobs.items():
         found[row] |= any(math.isnan(entry.logprob) for entry in entries)
     for row, states in (result.hidden or {}).items():
-        found[row] |= not all(np.isfinite(state).all() for state in states)
+        found[row] |= not np.isfinite(states).all()
     rows: np.ndarray = (found & live).nonzero()[0]
     return rows
 
@@ -305,7 +305,7 @@ def _refused(slots: Slots, kept: _Tokens, held: np.ndarray, ended: dict[int, Fin
 
 
 def _pooled(
-    running: RunningSequences, schedule: Schedule, hidden: dict[int, list[np.ndarray]], live: np.ndarray
+    running: RunningSequences, schedule: Schedule, hidden: dict[int, np.ndarray], live: np.ndarray
 ) -> dict[int, bytes]:
     """Add each row's hidden states to its sequence's pool.
 

@@ -50,10 +50,10 @@ class Sequence:
         self.prompt_logprobs = [None]
         self.pooled = None
 
-    def pool(self, states: list[np.ndarray]) -> Pooled:
+    def pool(self, states: np.ndarray) -> Pooled:
         """Add the hidden states of the next tokens to the pool.
 
-        States are fp32 [hidden] each. Returns the pool.
+        States are fp32 [tokens, hidden]. Returns the pool.
         """
         self.pooled = self.pooled or pool_of(self.request.params.prompt_logprobs, states[0])
         self.pooled.add(states)

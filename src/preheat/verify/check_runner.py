@@ -207,7 +207,7 @@ class CheckRunner:
         """Compute the next ``count`` tokens of ``slot`` in a step of its own."""
         self._run(self._schedule([slot], [count]))
 
-    def hidden(self, slot: int, count: int) -> list[np.ndarray]:
+    def hidden(self, slot: int, count: int) -> np.ndarray:
         """Compute the next ``count`` tokens of ``slot``.
 
         Returns the hidden states that it reports.
@@ -216,16 +216,16 @@ class CheckRunner:
         self.bucket = batch.bucket
         states = self.executor.execute(batch).hidden or {}
         self.slots.cached_len[slot] += count
-        return states.get(0, [])
+        return states[0]
 
-    def states(self, slot: int, before: Sequence[int] = (), behind: Sequence[int] = ()) -> list[np.ndarray]:
+    def states(self, slot: int, before: Sequence[int] = (), behind: Sequence[int] = ()) -> np.ndarray:
         """Return the hidden states that ``slot`` reports from a step with other rows, as :meth:`step` runs it."""
         schedule = self._schedule([*before, slot, *behind])
         batch = self.packer.pack(schedule)
         self.bucket = batch.bucket
         found = self.executor.execute(batch).hidden or {}
         self.slots.cached_len[schedule.slots] += schedule.extend
-        return found.get(int(np.flatnonzero(schedule.slots == slot)[0]), [])
+        return found[int(np.flatnonzero(schedule.slots == slot)[0])]
 
     @property
     def encodes(self) -> bool:

@@ -112,6 +112,8 @@ class DummyBatches:
         there is one prompt instead.
         """
         limits = self._limits
+        if limits.pools and (params.prompt_logprobs is not None or rows > limits.max_rows):
+            return self._texts(rows) if params.prompt_logprobs is not None else []
         if params.prompt_logprobs is not None:
             return (
                 [DummyRow(0, rows + 1)] if 0 < rows < min(limits.max_model_len, limits.max_num_batched_tokens) else []
@@ -121,6 +123,11 @@ class DummyBatches:
         cached = min(PROMPT_TOKENS, limits.max_model_len - limits.num_speculative_tokens - 1)
         shares = reversed(_shares(rows, limits.max_rows))
         return [DummyRow(cached, count, count == 1, count) for count in shares]
+
+    def _texts(self, tokens: int) -> list[DummyRow]:
+        """Return whole texts of ``tokens`` tokens together."""
+        longest = self._limits.max_model_len - self._limits.spare
+        return [DummyRow(0, count, count == 1) for count in reversed(_shares(tokens, -(-tokens // longest)))]
 
     def _request(self, number: int, row: DummyRow, tokens: np.ndarray, params: SamplingParams, room: int) -> Request:
         """Return a request with an id no client has.

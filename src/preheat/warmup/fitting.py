@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from torch import Tensor
@@ -133,7 +133,7 @@ class Fitting:
             spare=SPARE * self.model.spec.encodes,
             groups=self.model.groups,
         )
-        return split, limits
+        return split, replace(limits, pools=self.model.spec.head is None)
 
     def _plan_again(self, before: Plan, limits: Limits, on_miss: WarnOnce) -> Plan:
         plan = self._plan(limits, on_miss)

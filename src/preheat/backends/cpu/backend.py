@@ -260,10 +260,12 @@ class CpuBackend:
 
         Raises IndexError for an id outside the table.
         """
-        plain = scale is None and positions is None and images is None and types is None
-        if plain and self._embed is not None and self._embed.takes(table, out):
-            self._embed(inputs.tokens, table, out)
-            return
+        if scale is None and images is None and self._embed is not None:
+            added = [] if types is None else [(types, inputs.tokens, table.shape[0])]
+            added += [] if positions is None else [(positions, inputs.positions, 1)]
+            if self._embed.takes(table, out, added):
+                self._embed(inputs.tokens, table, out, types=1 if types is None else types.shape[0], added=added)
+                return
         rows = partial(
             embed, inputs.tokens, table, scale=scale, positions=positions, at=inputs.positions, images=images,
             types=types,
