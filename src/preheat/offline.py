@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from typing import Any, cast
 
 import msgspec
@@ -41,7 +42,7 @@ from preheat.frontend.outputs import (
 )
 from preheat.frontend.pairs import Pair
 from preheat.frontend.prompt_embeds import Embedded
-from preheat.frontend.request_state import RequestState
+from preheat.frontend.request_state import CheckedParams, RequestState
 from preheat.inputs import Messages, Prompt, adapter_of_each, as_list, images_of, parts_of
 from preheat.transport import InlineTransport
 from preheat.utils.adapters import LoraModule
@@ -60,8 +61,17 @@ _AS_IT_IS = {"add_special_tokens": False}
 """No special tokens are added, since a template writes all of them itself."""
 
 
+class _NoBar:
+    """A progress bar that shows nothing, in no time."""
+
+    def update(self, count: int = 1) -> None:
+        """Do nothing."""
+
+
 def _bar(asked: UseTqdm, total: int, what: str) -> Any:
     """Make a progress bar; without ``asked`` it shows nothing."""
+    if asked is False:
+        return nullcontext(_NoBar())
     make = tqdm if isinstance(asked, bool) else asked
     return make(total=total, desc=what, disable=None if asked else True)
 
@@ -309,7 +319,8 @@ class OfflineClient:
         """Prepare a pooling request for each prompt. ``truncate`` applies unless ``tokenization`` has a limit."""
         pooling, (adds, own) = self.frontend.pooling_of("LLM.encode"), _tokenized(tokenization)
         check_dimensions(pooling, params.dimensions)
-        wanted = asked_of(pooling, truncate if own is None else own, of_tokens=params.task == "token_embed")
+        asked = asked_of(pooling, truncate if own is None else own, of_tokens=params.task == "token_embed")
+        wanted = self.frontend.input.checked(asked)
         adapters, states = adapter_of_each(lora, len(prompts)), list[RequestState]()
         for place, prompt in enumerate(prompts):
             with naming_prompt(place, len(prompts)):
@@ -450,7 +461,7 @@ class OfflineClient:
         self,
         index: int,
         prompt: Prompt | Pair,
-        params: SamplingParams,
+        params: SamplingParams | CheckedParams,
         add_special_tokens: bool = True,
         priority: int = 0,
     ) -> RequestState:

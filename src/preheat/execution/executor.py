@@ -11,6 +11,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 import numpy as np
@@ -513,9 +514,10 @@ class Executor:
 
 def _by_row(rows: np.ndarray, states: np.ndarray) -> dict[int, np.ndarray]:
     """Return the ``states`` [n, hidden] of each row, in the order of its tokens; ``rows`` [n] ascend."""
-    begins = np.flatnonzero(np.diff(rows, prepend=-1)).tolist()
-    ends = [*begins[1:], len(rows)]
-    return {int(rows[begin]): states[begin:end] for begin, end in zip(begins, ends, strict=bool(begins))}
+    if not len(rows):
+        return {}
+    ends = [*((rows[1:] != rows[:-1]).nonzero()[0] + 1).tolist(), len(rows)]
+    return {int(rows[begin]): states[begin:end] for begin, end in pairwise((0, *ends))}
 
 
 def attention_layers(decoder: Decoder, cache: KVCache) -> list[AttentionLayer]:

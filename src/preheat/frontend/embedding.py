@@ -37,9 +37,6 @@ class PoolingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 _LAST = SamplingParams(temperature=0.0, seed=0, max_tokens=1, ignore_eos=True, detokenize=False, logprobs=0)
-_ALL = SamplingParams(
-    temperature=0.0, seed=0, max_tokens=1, ignore_eos=True, detokenize=False, logprobs=0, prompt_logprobs=0
-)
 
 
 def asked_of(
@@ -52,8 +49,8 @@ def asked_of(
     ``truncate_prompt_tokens``, ``side`` is ``truncation_side``.
     """
     kind = "ALL" if of_tokens else pooling.type
-    asked = replace(_ALL, prompt_logprobs=POOLS.index(kind)) if kind in POOLS else _LAST
-    return replace(asked, truncate_prompt_tokens=truncate, truncation_side=side)
+    pool = POOLS.index(kind) if kind in POOLS else None
+    return replace(_LAST, prompt_logprobs=pool, truncate_prompt_tokens=truncate, truncation_side=side)
 
 
 def check_dimensions(pooling: Pooling, dimensions: int | None) -> None:
@@ -118,7 +115,8 @@ def class_numbers(state: RequestState, pooling: Pooling, activate: bool | None =
     if pooling.activation == "sigmoid":
         found = [_sigmoid(x) for x in numbers]
     else:
-        powers = [math.exp(x - max(numbers)) for x in numbers]
+        most = max(numbers)
+        powers = [math.exp(x - most) for x in numbers]
         total = math.fsum(powers)
         found = [power / total for power in powers]
     return np.array(found, np.float32)

@@ -250,7 +250,7 @@ class InputProcessor:
             stop = StopChecker(strings, mark_texts(state.marks)) if strings else None
             state.choices.append(Choice(state, index, next(self._ids), state.new_detokenizer(), stop))
         state.unfinished = params.n
-        others = msgspec.structs.replace(params, prompt_logprobs=None)  # one choice is enough
+        others = msgspec.structs.replace(params, prompt_logprobs=None) if params.n > 1 else params  # one is enough
         return [
             Request(
                 choice.id, prompt, others if choice.index else params, seed, state.max_tokens, choice.index, stop_ids,

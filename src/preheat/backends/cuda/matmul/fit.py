@@ -26,12 +26,13 @@ LEAST_STAGES = 2
 def shared_bytes(tile: Tile, shape: LinearShape) -> int:
     """Return the bytes of all stages of ``tile`` in shared memory.
 
-    Weights of codes that become numbers have a buffer less than stages.
+    Weights of codes that become numbers have a buffer less than stages, unless the sum is split.
     """
     if shape.scheme is None:
         numbers = (tile.outputs * (2 if shape.gated else 1) + tile.rows) * tile.inputs
         return numbers * shape.dtype.itemsize * tile.stages
-    buffers = tile.stages if shape.scheme.activations else max(tile.stages - 1, 1)
+    whole = shape.scheme.activations or shape.splits > 1
+    buffers = tile.stages if whole else max(tile.stages - 1, 1)
     return codes_bytes(shape, tile.outputs, tile.rows, tile.inputs) * buffers
 
 
