@@ -56,7 +56,7 @@ def generated(backend: LateCuda, engine: LLM, count: int = len(PROMPTS)) -> list
 
 def pooled(backend: LateCuda, model: str, **more: Any) -> list[bytes]:
     with backend.late:
-        engine = LLM(model, runner="pooling", pooler_config={"pooling_type": "MEAN"}, **OPTIONS | more)
+        engine = LLM(model, runner="pooling", pooler_config={"pooling_type": "LAST"}, **OPTIONS | more)
         found = engine.encode(prompts(), use_tqdm=False)
         backend.late.finish()
     return [output.outputs.data.tobytes() for output in found]
@@ -109,12 +109,11 @@ def unguarded(self: StepBuffers, turn: int) -> Any:
 def test_copies_without_a_guard_are_noticed(model: str, backend: LateCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     """Negative control: pooling reports nothing of a chunk, so nothing waits."""
 
-    def read(self: Pooler, turn: int, rows: int, reporting: Any, alternatives: Any) -> Any:
-        found = waits(self, turn, rows, reporting, alternatives) if len(reporting) else None
-        return found or (np.zeros(rows, np.int64), [])
+    def states(self: Pooler, turn: int, count: int) -> np.ndarray:
+        return waits(self, turn, count) if count else np.zeros((0, 1), np.float32)
 
-    waits = Pooler.read
-    monkeypatch.setattr(Pooler, "read", read)
+    waits = Pooler.states
+    monkeypatch.setattr(Pooler, "states", states)
     monkeypatch.setattr(StepBuffers, "take", unguarded)
     pooled(backend, model)
     assert backend.late.rewritten
