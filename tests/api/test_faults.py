@@ -18,21 +18,20 @@ COMPLETIONS = "/v1/completions"
 HANG = [3, 5]
 
 
-def request(body: dict) -> bytes:
+def request(body: dict, **headers: str) -> bytes:
     data = json.dumps(body).encode()
-    return b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\nContent-Length: %d\r\n\r\n%b" % (
-        len(data),
-        data,
-    )
+    more = "".join(f"{name}: {value}\r\n" for name, value in headers.items()).encode()
+    head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nConnection: close\r\n%bContent-Length: %d\r\n\r\n%b"
+    return head % (more, len(data), data)
 
 
-async def ask(port: int, body: dict, leave_after: int | None = None) -> bytes:
+async def ask(port: int, body: dict, leave_after: int | None = None, **headers: str) -> bytes:
     """Return the raw answer.
 
     The client closes silently after ``leave_after`` bytes of it.
     """
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(request(body))
+    writer.write(request(body, **headers))
     if leave_after is None:
         answer = await reader.read(-1)
     else:

@@ -203,6 +203,7 @@ OPERATIONS = (
         "/v1/unload_lora_adapter", unload_lora_adapter, None, schema.UnloadLoraAdapterRequest, (409,),
         of_adapters=True,
     ),
+    _operated("/drain", operations.drain, answers.Status, queries=("wait",)),
     _operated("/pause", operations.pause, answers.Status, queries=("mode",)),
     _operated("/resume", operations.resume, answers.Status),
     _operated("/update_weights", operations.update_weights, answers.WeightInfo, operations.UpdateWeightsRequest),

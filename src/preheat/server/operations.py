@@ -143,6 +143,17 @@ def _json(body: Struct) -> Response:
 
 
 @_for_operators
+async def drain(request: Request) -> Response:
+    """Take no more requests; with the query's wait=1 answer when the running ones have ended."""
+    wait, service = _choice(request, "wait", ("0", "1")), _service(request)
+    _ = service.booted  # a server that starts has nothing to drain
+    drained = service.drain()
+    if wait == "1":
+        await asyncio.shield(drained)
+    return _json(answers.Status("drained" if wait == "1" else "draining"))
+
+
+@_for_operators
 async def pause(request: Request) -> Response:
     """Run no step until /resume; the query's mode is abort, wait or keep."""
     await _command(request, "pause", mode=_choice(request, "mode", ("abort", "wait", "keep")))

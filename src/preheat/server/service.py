@@ -7,6 +7,7 @@ refused. It is waiting while no engine runs and one starts again: running reques
 
 from __future__ import annotations
 
+import asyncio
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -46,6 +47,7 @@ class Service:
         self.responses = ResponseStore() if settings.enable_responses_store else None
         self.loads_adapters = settings.enable_lora and settings.allow_runtime_lora_updating
         self.draining = False
+        self.drain: Callable[[], asyncio.Future[None]] = self._drain
         self.silent: str | None = None
         self.stalled: str | None = None
         self.waiting: str | None = None
@@ -115,6 +117,13 @@ class Service:
     @property
     def busy(self) -> bool:
         return self._frontend is not None and self._frontend.busy
+
+    def _drain(self) -> asyncio.Future[None]:
+        """Take no more requests; a process that listens replaces this by a drain with a deadline."""
+        self.draining = True
+        done: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
 
     def check_ready(self) -> None:
         """Raise NotReady or EngineDead unless requests are taken and the engine answers."""

@@ -1,7 +1,8 @@
 """The shutdown of the server.
 
 The first signal drains: new requests are rejected, running ones have ``--shutdown-timeout`` seconds to finish. After
-that time, or at a second signal, the remaining requests end with an error and the process exits.
+that time, or at a second signal, the remaining requests end with an error and the process exits. ``POST /drain`` does
+the same, but the process stays until a signal, so that readers of metrics and probes see a drained server.
 """
 
 from __future__ import annotations
@@ -63,9 +64,11 @@ class Shutdown:
 
     def __init__(self, services: Sequence[Service], server: Server, seconds: float, status: int = 0) -> None:
         self._services, self._server, self._seconds, self._status = services, server, seconds, status
-        self.hasty = False
+        self.hasty = self._leaving = False
         self.unready: int | None = None
         self._draining: asyncio.Task[None] | None = None
+        for service in services:
+            service.drain = self.drain
 
     def signalled(self, number: int) -> None:
         """Handle the stop signal ``number``, the first or a later one. A server that is not ready stops at once."""
@@ -73,38 +76,48 @@ class Shutdown:
             self.unready, self.hasty = number, True
             self._server.should_exit = self._server.force_exit = True
             return
-        if self._services[0].draining:
+        if self._leaving:
             self._leave("A second signal stopped the server before this request was finished")
             return
-        logger.info(
-            "Draining: running requests have %g s to finish, new ones are rejected; a second signal stops now",
-            self._seconds,
-        )
-        for service in self._services:
-            service.draining = True
-        self._draining = asyncio.get_running_loop().create_task(self._drain())
+        self._leaving = True
+        if self.drain().done():
+            self._server.should_exit = True
+
+    def drain(self) -> asyncio.Task[None]:
+        """Take no more requests; the task ends when the running ones have. The process stays until a signal."""
+        if self._draining is None:
+            logger.info("Draining: running requests have %g s to finish, new ones are rejected", self._seconds)
+            for service in self._services:
+                service.draining = True
+            self._draining = asyncio.get_running_loop().create_task(self._drain())
+        return self._draining
 
     @property
     def _busy(self) -> bool:
         return any(service.busy for service in self._services)
 
     async def _drain(self) -> None:
-        end = time.monotonic() + self._seconds
-        while self._busy:
-            if time.monotonic() >= end:
-                self._leave(f"The server stopped: this request did not finish in {self._seconds:g} s")
-                return
+        end, said = time.monotonic() + self._seconds, f"this request did not finish in {self._seconds:g} s"
+        while self._busy and time.monotonic() < end:
             await asyncio.sleep(0.05)
-        self._server.should_exit = True
+        if not self._busy:
+            self._server.should_exit = self._server.should_exit or self._leaving
+        elif self._leaving:
+            self._leave(f"The server stopped: {said}")
+        else:
+            self._end(f"The server was drained: {said}")
+
+    def _end(self, reason: str) -> None:
+        if self._busy:
+            logger.warning("%s", reason)
+        for service in self._services:
+            service.end_all(NotReady(reason))
 
     def _leave(self, reason: str) -> None:
         if self.hasty:
             return
         self.hasty = True
-        if self._busy:
-            logger.warning("%s", reason)
-        for service in self._services:
-            service.end_all(NotReady(reason))
+        self._end(reason)
         self._server.close_seconds = _HASTE_SECONDS
         self._server.should_exit = True
         exit_after(_LAST_SECONDS + _HASTE_SECONDS, self._status)
