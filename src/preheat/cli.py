@@ -82,6 +82,24 @@ CALIBRATE_OPTIONS = [
     )
 ]  # fmt: skip
 
+_NOT_OF_A_FRONT = (
+    "models", "model_options", "server_dev_mode", "weight_transfer_config", "weights_root", "load_format", "dtype",
+    "max_model_len", "enable_prompt_embeds", "structured_outputs_config", "grammar_compile_timeout_s",
+    "preload_grammars", "use_tqdm_on_load", "receipts", "answer_cache_size", "answer_cache_dir",
+    "answer_cache_dir_size", "answer_cache_check_every", "audit_every", "receipts_log",
+)  # fmt: skip
+FRONT_OPTIONS = [
+    opt for opt in OPTIONS.values() if (opt.group in ("Server", "Model", "General") and opt.name not in _NOT_OF_A_FRONT)
+    or opt.name in (
+        "enable_lora", "lora_modules", "max_loras", "max_cpu_loras", "seed", "scheduling_policy", "data_parallel_size",
+        "engine_heartbeat_timeout_s", "skip_warmup",
+    )
+]  # fmt: skip
+"""Options of a front: of the server, of texts, and of the names that clients use."""
+
+FRONT_RESTARTS = 1_000_000
+"""Times in ten minutes that a front looks for a lost pod again."""
+
 TUNE_OPTIONS = "model revision dtype max_num_seqs max_num_batched_tokens cache_dir log_level".split()
 
 
@@ -172,6 +190,7 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
 
     _command(commands, "serve", _serve, OPTIONS.values(), "serve a model with an OpenAI-compatible API")
+    _add_front(commands)
     _add_generate(commands)
     plan = _command(commands, "plan", _plan, ENGINE_OPTIONS, "print the warm-up plan; needs only the model's config")
     plan.add_argument("--json", action="store_true", help="print a JSON object: items, dropped, padding, estimates")
@@ -216,6 +235,16 @@ def _parser() -> tuple[argparse.ArgumentParser, dict[str, argparse.ArgumentParse
     )
     _add_without_model(commands)
     return parser, commands.choices
+
+
+def _add_front(commands: Any) -> None:
+    front = commands.add_parser(
+        "front", help="serve through other servers, and move their requests when one is lost", allow_abbrev=False,
+        usage="preheat front URL... [--model MODEL] [--flag VALUE ...]",
+    )  # fmt: skip
+    front.set_defaults(run=_front)
+    front.add_argument("pods_argument", nargs="*", metavar="URL", help="a server, or a name of several: --pods")
+    add_flags(front, FRONT_OPTIONS)
 
 
 def _add_generate(commands: Any) -> None:
@@ -452,12 +481,31 @@ def served(settings: Settings) -> Settings:
 
 def _serve(values: dict[str, Any]) -> int:
     settings = served(_loaded(values))
+    if settings.pods:
+        raise SettingsError("pods are the servers behind a front: write preheat front URL...", param="pods")
     from preheat.server.app import run_server
 
     def on_ready(opened: Settings) -> None:
         print(f"Ready. Try:\n\n{curl(opened)}\n", file=sys.stderr, flush=True)
 
     return run_server(settings, on_ready=on_ready)
+
+
+def _front(values: dict[str, Any]) -> int:
+    urls = values.pop("pods_argument")
+    if urls and "pods" in values:
+        raise SettingsError("the pods are given twice: leave --pods out", param="pods")
+    settings = Settings.load(values | ({"pods": tuple(urls)} if urls else {}))
+    if not settings.pods:
+        raise SettingsError("name the servers behind the front: preheat front http://HOST:PORT ...", param="pods")
+    changes: dict[str, Any] = {}
+    if settings.data_parallel_size == 1:
+        changes["data_parallel_size"] = len(settings.pods)
+    if settings.engine_restarts == OPTIONS["engine_restarts"].default:
+        changes["engine_restarts"] = FRONT_RESTARTS
+    from preheat.server.app import run_server
+
+    return run_server(replace(settings, **changes))
 
 
 def _plan(values: dict[str, Any]) -> int:

@@ -66,6 +66,7 @@ TRAITS: Mapping[str, Trait] = MappingProxyType({
         "leave tensor_parallel_size and tp_invariant out"),
     "pipeline": Trait("stages of layers", "pipeline_parallel_size", lambda s: s.pipeline_parallel_size > 1),
     "replicas": Trait("replicas", "data_parallel_size", lambda s: s.data_parallel_size > 1),
+    "pods": Trait("a front before other servers", "pods", lambda s: s.pods),
     "several_models": Trait("several models", "models", lambda s: len(s.models) > 1, "serve one model"),
     "ray": Trait(
         "ranks that are actors of Ray", "distributed_executor_backend",
@@ -211,6 +212,10 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("audit", "replicas several_models", "nobody has tried the audit there"),
     Refused("receipts", "images prompt_embeds", "a receipt holds tokens, but neither pixels nor embeddings"),
     Refused("receipts", "pipeline ray lazy graphs replicas several_models", "nobody has tried receipts there"),
+    Refused("pods", "images prompt_embeds", "a front sends tokens to its pods, neither pixels nor embeddings"),
+    Refused("pods", "several_models receipts answer_cache states", "nobody has tried a front there"),
+    Refused("pods", "sleep operator updates events audit",
+            "a front has no engine of its own: give the option to its pods", yet=False),
     Refused("lazy", _GAUDI, "Gaudi, the only device with this mode, does not support the feature"),
 )  # fmt: skip
 
@@ -324,6 +329,11 @@ _WORKS: tuple[Works, ...] = (
     Works(_API + "test_replicas_give_the_bits_of_one_engine", "replicas",
           f"{_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images latents prompt_embeds pooling "
           "encoder groups offload split eager compile graphs llvm"),
+    # A front sees tokens alone, whatever its pods are; its places are the replicas of the table.
+    Works("tests/api/test_front.py::test_a_killed_pod_loses_no_stream", "pods", "replicas"),
+    Works("tests/api/test_front.py::test_answers_through_a_front_are_the_answers_of_its_pod", "pods",
+          f"tensor_parallel pipeline ray adapters {_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search "
+          "latents pooling encoder groups offload split eager lazy compile graphs llvm"),
     # Each of several models has an engine of its own, too.
     Works("tests/api/test_several_models.py::test_each_has_the_bits_of_a_server_of_its_own", "several_models",
           f"adapters {_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images latents prompt_embeds "

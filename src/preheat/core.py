@@ -747,8 +747,14 @@ class Leaving(msgspec.Struct, tag="leaving"):
     """The engine was asked to end: it wants to finish its requests and to get no others."""
 
 
+class Declined(msgspec.Struct, tag="declined"):
+    """A member has no room for the request ``id`` now."""
+
+    id: int
+
+
 ToEngine = Request | Cancel | Drain | Ask | ResetPrefixCache | LoadAdapter | UnloadAdapter | Command
-FromEngine = Delta | Progress | Ready | Report | AdapterReport | Died | Leaving | Outcome
+FromEngine = Delta | Progress | Ready | Report | AdapterReport | Died | Leaving | Outcome | Declined
 
 
 NO_PERSISTENT_BATCH = 0  # of a step that shares its rows with no other step

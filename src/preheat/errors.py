@@ -123,6 +123,14 @@ class AlreadyThere(InvalidRequest):
     kind = "conflict_error"
 
 
+class OtherContract(InvalidRequest):
+    """A front's request for an engine with another contract."""
+
+    status = 409
+    kind = "conflict_error"
+    code = "other_contract"
+
+
 class SlowRequest(InvalidRequest):
     """The headers or the body did not arrive in time."""
 
@@ -181,6 +189,12 @@ class Asleep(NotReady):
     code = "asleep"
 
 
+class Draining(NotReady):
+    """The server finishes its requests and takes no others."""
+
+    code = "draining"
+
+
 class EngineDead(PreheatError):
     """The engine stopped; the server is about to exit."""
 
@@ -227,6 +241,12 @@ class WireError(msgspec.Struct, array_like=True):
         if isinstance(error, PreheatError):
             return cls(type(error).__name__, error.message, error.param)
         return cls(PreheatError.__name__, f"{type(error).__name__}: {error}")
+
+    @classmethod
+    def answered(cls, status: int, code: str | None, message: str, param: str | None) -> WireError:
+        """Return the error that another server answered with ``status`` and ``code``."""
+        kinds = [kind for kind in _kinds(PreheatError) if (kind.status, kind.code) == (status, code)]
+        return cls((kinds or [PreheatError])[0].__name__, message, param)
 
     def restore(self) -> PreheatError:
         """Return the error, or a PreheatError if this process does not know its class."""

@@ -113,7 +113,7 @@ _GRAMMARS: tuple[_Row, ...] = (
 )
 
 
-FAULTS = ("died", "silent", "stalled", "drained", "memory_fault")
+FAULTS = ("died", "silent", "stalled", "drained", "memory_fault", "overloaded")
 """Reasons why the requests of an engine move, and why it starts again."""
 
 

@@ -307,6 +307,9 @@ class Settings:
     api_key: tuple[str, ...] = _server(
         (), "Keys that clients may use; without any, no key is needed.", env="VLLM_API_KEY", secret=True, one_word=True
     )
+    pods: tuple[str, ...] = _server(
+        (), "URLs of the servers behind `preheat front`; a host with several addresses names several: docs/fleet.md."
+    )
     allowed_origins: tuple[str, ...] = _server(("*",), "Origins of pages that may call from a browser (CORS).")
     allowed_methods: tuple[str, ...] = _server(("*",), "Methods that browsers may use from another origin (CORS).")
     allowed_headers: tuple[str, ...] = _server(("*",), "Headers that browsers may send from another origin (CORS).")

@@ -175,7 +175,7 @@ def serving(
     ``log`` is the file for the server's messages, instead of standard error. ``descriptors`` is the number of files
     that the server may open.
     """
-    port = free_port()
+    port = options.get("port") or free_port()
     settings = {"model": model, "port": port, "log_level": "warning", **({} if engine else ENGINES), **options}
     command = [sys.executable, "-c", SERVE, json.dumps(settings), *([engine] if engine else [])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}

@@ -1,6 +1,7 @@
 """The order of a drain, as a gateway's scraper and probes see it.
 
-The names and labels are the ones that the endpoint picker of Kubernetes' Gateway API inference extension and llm-d read.
+The names and labels are the ones that the endpoint picker of Kubernetes' Gateway API inference extension and of llm-d
+reads.
 """
 
 from __future__ import annotations

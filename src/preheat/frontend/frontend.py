@@ -47,6 +47,7 @@ from preheat.frontend.input_processor import InputProcessor, recommended_params
 from preheat.frontend.output_processor import OutputProcessor
 from preheat.frontend.prompt_embeds import PromptEmbeds
 from preheat.frontend.receipts import Receipts
+from preheat.frontend.relay import Relay, apart
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.frontend.tracing import RequestTraces
@@ -136,6 +137,7 @@ class Frontend:
         self.dead: str | None = None
         self.state = EngineState()
         self._send, self._options = send, options
+        self._relays = dict[int, Relay]()  # by id, the requests of other frontends
         self._starting = 0  # sequences of requests that are being sent
         self._commands, self._asked = count(1), dict[int, Callable[[Outcome], None]]()
 
@@ -161,10 +163,10 @@ class Frontend:
     def contract(self) -> Contract:
         """The contract of this frontend and its engine. Raises EngineDead or NotReady without an engine."""
         engine = self.state.contract or self._started().contract or Contract()
-        return msgspec.structs.replace(engine, **self._parts)
+        return msgspec.structs.replace(engine, **self.parts)
 
     @cached_property
-    def _parts(self) -> dict[str, str]:
+    def parts(self) -> dict[str, str]:
         """The frontend's parts of the contract."""
         return {
             "tokenizer": self.tokenizer.digest,
@@ -319,26 +321,29 @@ class Frontend:
         With ``receipts`` the answer gets a receipt, if it can have one.
         """
         if state.search is None:
-            if receipts and not state.segments:
+            if receipts and not state.segments and state.relay is None:
                 state.ask_for_receipt()
             requests = self.input.fan_out(state)
             if state.params.receipt:
                 for choice, request in zip(state.choices, requests, strict=True):
                     self.receipts.begin(choice, request, self.contract)
             self.output.add(state)
+            if state.relay is not None:
+                self._relays[requests[0].id] = state.relay
             return requests
         state.search.begin(self)
         return []
 
     def _kept(self, state: RequestState, requests: Sequence[Request]) -> Iterator[Delta] | None:
         """Return the kept answer of ``state``, None if the engine has to give it."""
-        if self.answers is None or state.search is not None:
+        if self.answers is None or state.search is not None or state.relay is not None:
             return None
         kept = self.answers.begin(state, requests, self.contract)
         state.answered_from_cache = kept is not None
         return kept
 
     def _end(self, choice: Choice) -> None:
+        self._relays.pop(choice.id, None)
         if self.answers is not None:
             self.answers.end(choice)
         if choice.proof is not None:
@@ -396,6 +401,9 @@ class Frontend:
             case Delta():
                 if self.answers is not None:
                     self.answers.see(message)
+                if self._relays:
+                    for id, part in apart(message, self._relays).items():
+                        self._relays[id].add(part)
                 self.output.process(message)
             case Progress():
                 self.progress = message

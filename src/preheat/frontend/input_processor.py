@@ -35,6 +35,7 @@ from preheat.frontend.marks import mark_texts
 from preheat.frontend.pairs import Pair
 from preheat.frontend.prompt_embeds import Embedded
 from preheat.frontend.reasoning import ReasoningFormat
+from preheat.frontend.relay import Relay, check_relayed, shown_params, token_ids
 from preheat.frontend.request_state import CheckedParams, Choice, RequestState
 from preheat.frontend.stop import StopChecker, StopStrings
 from preheat.frontend.tokenizer import Tokenizer
@@ -150,6 +151,22 @@ class InputProcessor:
             priority=priority, lora_name=lora_name, embedded=isinstance(prompt, Embedded), checked=checked,
         )  # fmt: skip
 
+    def relayed(self, request: Request, request_id: str) -> RequestState:
+        """Check a request of another frontend, and return its state. Raises NotReady, EngineDead, InvalidRequest."""
+        limits = self._limits()
+        self._check_priority(request.priority)
+        params = shown_params(request)
+        self._check_params(recheck(params, logprobs=request.params.logprobs))
+        self.check_logprobs(request.params.prompt_logprobs, "prompt_logprobs")
+        _check_prompt_length(len(request.prompt), limits)
+        check_relayed(request, limits.places - len(request.prompt))
+        for name, ids in token_ids(request):
+            self.check_vocabulary(ids, name)
+        return RequestState(
+            request_id, None, request.prompt, params, request.max_tokens, self.tokenizer, stream=True,
+            priority=request.priority, lora_name=request.lora_name, relay=Relay(request),
+        )  # fmt: skip
+
     def search(self, state: RequestState, length_penalty: float, width_param: str) -> RequestState:
         """Return ``state`` as a beam search.
 
@@ -240,6 +257,10 @@ class InputProcessor:
 
     def fan_out(self, state: RequestState) -> list[Request]:
         """Return one engine request for each choice; add the choices to ``state``."""
+        if state.relay is not None:
+            choice = Choice(state, 0, next(self._ids), state.new_detokenizer(), None)
+            state.choices, state.unfinished = [choice], 1
+            return [msgspec.structs.replace(state.relay.request, id=choice.id, data_parallel_rank=None)]
         params, prompt = state.params, state.prompt_ids
         seed = self._random.getrandbits(64) if params.seed is None else params.seed % 2**64
         _, stop_ids, bad_words, strings = state.checked or self._made(params)

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from preheat.frontend.adapters import LoRARequest
     from preheat.frontend.beam_search import BeamSearch
     from preheat.frontend.receipts import Proof, Receipt
+    from preheat.frontend.relay import Relay
 
 
 _Position = TypeVar("_Position", PositionLogprobs, PositionLogprobs | None)
@@ -186,6 +187,7 @@ class RequestState:
     error: PreheatError | None = None
     pooled: bytes = b""  # of an engine that pools: fp32 [hidden]
     search: BeamSearch | None = None  # the source of the choices, if they are not sampled
+    relay: Relay | None = None  # the request of another frontend, which gets the results as they are
     first_token_at: float = 0.0  # 0: no token yet
     arrived_at: float = field(default_factory=time.monotonic)
     trace_headers: Mapping[str, str] = field(default_factory=dict)  # of the parent span, see preheat.frontend.tracing
@@ -221,7 +223,7 @@ class RequestState:
         once.
         """
         self.choices, self.prompt_ids, self.prompt_logprobs, self.segments = [], [], [], []
-        self.prompt = self.checked = self.search = self.on_change = None
+        self.prompt = self.checked = self.search = self.relay = self.on_change = None
 
     def output(self, choices: list[CompletionOutput] | None = None) -> RequestOutput:
         """Return the result so far; ``choices`` replace the whole choices."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import time
 
 from preheat.core import FromEngine
+from preheat.server.member import Transport
 from preheat.server.replicas import Replicas
-from preheat.transport import FrontendTransport
 
 
 class EngineWatch:
@@ -22,7 +22,7 @@ class EngineWatch:
         self.stalled: str | None = None
 
     @property
-    def _transport(self) -> FrontendTransport:
+    def _transport(self) -> Transport:
         return self._replicas.members[self.replica].process.transport
 
     def begin(self) -> None:

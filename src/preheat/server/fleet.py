@@ -32,6 +32,7 @@ class Fleet:
         self._nudged_at = 0.0
         self.frontend: Frontend | None = None
         replicas.prepare = lambda: self.frontend.adapters.again() if self.frontend else ()
+        replicas.parts = lambda: self.frontend.parts if self.frontend else {}
         service.engines = lambda: len(replicas.takers)
 
     def fall(self, replica: int, error: PreheatError, reason: str) -> None:
@@ -40,18 +41,17 @@ class Fleet:
         Without a member to wait for, the server dies of ``error``.
         """
         member = self._replicas.members[replica]
+        if member.state is State.GONE:  # refused
+            logger.error("%s", error.message)
+            member.process.kill()
+            self._end_if_alone(error)
+            return
         if not self._replicas.joined:
             self._die(error)
             return
         if member.state is State.DEAD or self._service.dead is not None:
             return
         asked_to = member.state is State.LEAVING
-        refused = member.state is State.GONE
-        if refused:
-            logger.error("%s", error.message)
-            member.process.kill()
-            self._end_if_alone(error)
-            return
         if not (self._others(replica) or self._may_restart(member)):
             self._die(error)
             return
@@ -100,6 +100,8 @@ class Fleet:
                 self._restarts[member.number].succeed()
             if member.state is State.LEAVING:
                 self._check_leaving(member)
+            if not member.alive:
+                self._service.live.lose(member.number)
         self._note()
         now, since = time.monotonic(), self._waits_since
         if since is None or self.frontend is None:
@@ -107,6 +109,8 @@ class Fleet:
         if now - since > self._settings.engine_restart_wait:
             said = f"No engine was back within the {self._settings.engine_restart_wait:g} s of --engine-restart-wait"
             self.frontend.fail_all(EngineDead(said))
+            if any(member.state is State.GONE for member in self._replicas.members):
+                self._die(EngineDead(f"{said}, and one was refused"))
         elif now - self._nudged_at > PAUSE_SECONDS:
             self._nudged_at = now
             self.frontend.nudge()

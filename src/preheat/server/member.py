@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable
 from enum import StrEnum
 from typing import Protocol
 
 from preheat.core import FromEngine, Ready, ToEngine
 from preheat.frontend.journal import Owner
-from preheat.server.process import EngineProcess
 from preheat.utils.contract import Contract
 
 
@@ -40,6 +40,52 @@ class Member(Protocol):
         ...
 
 
+class Process(Protocol):
+    """The place of an engine: a process of this machine, or a pod."""
+
+    open: bool
+
+    @property
+    def transport(self) -> Transport:
+        """The way of the messages."""
+        ...
+
+    def watch(self, on_message: Callable[[], None], on_exit: Callable[[int], None]) -> None:
+        """Call ``on_message`` when there may be messages, ``on_exit`` when the engine is gone."""
+        ...
+
+    def said(self, code: int) -> str:
+        """Return in words how the engine has ended."""
+        ...
+
+    def kill(self) -> None:
+        """End the engine, or the work with it."""
+        ...
+
+    def discard(self) -> None:
+        """Let go of an engine that is gone."""
+        ...
+
+    async def stop(self, now: bool) -> None:
+        """End the engine after its requests, or at once if ``now``."""
+        ...
+
+
+class Transport(Protocol):
+    """The way of the messages to and from an engine, see :class:`preheat.transport.FrontendTransport`."""
+
+    untaken: deque[tuple[int, float]]
+    beat_at: float | None
+
+    def send(self, message: ToEngine) -> None:
+        """Send a message; never blocks."""
+        ...
+
+    def receive(self) -> list[FromEngine]:
+        """Return the messages since the last call; never waits."""
+        ...
+
+
 class State(StrEnum):
     """The state of a member's process."""
 
@@ -51,9 +97,9 @@ class State(StrEnum):
 
 
 class EngineMember:
-    """The engine ``number`` of a server, in a process that ``spawn`` starts."""
+    """The engine ``number`` of a server, in a process that ``spawn`` starts, or in a pod that it finds."""
 
-    def __init__(self, number: int, spawn: Callable[[], EngineProcess]) -> None:
+    def __init__(self, number: int, spawn: Callable[[], Process]) -> None:
         self.number, self._spawn = number, spawn
         self.epoch, self.state = 0, State.STARTING
         self.process = spawn()

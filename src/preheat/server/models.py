@@ -12,6 +12,7 @@ from typing import Any
 from preheat.core import FromEngine, Ready, ToEngine
 from preheat.errors import EngineDead, PreheatError, SettingsError
 from preheat.frontend.frontend import Frontend
+from preheat.server.pod_http import pods
 from preheat.server.replicas import Replicas
 from preheat.server.service import Service
 from preheat.server.supervisor import Supervisor
@@ -121,7 +122,8 @@ class Models:
 
     def _begin(self) -> None:
         """Start the process of the next engine."""
-        self._replicas.append(Replicas(self._each[len(self._replicas)], self._entry))
+        settings = self._each[len(self._replicas)]
+        self._replicas.append(Replicas(settings, self._entry, pods(settings) if settings.pods else None))
 
     async def boot(
         self,

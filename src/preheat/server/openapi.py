@@ -30,6 +30,7 @@ from preheat.server import (
     embeddings,
     file_store,
     files,
+    generate,
     invocations,
     messages,
     ollama,
@@ -59,6 +60,7 @@ from preheat.server.embeddings_schema import (
 from preheat.server.invocations import InvocationRequest
 from preheat.server.messages_schema import CountRequest, MessageAnswer, MessagesRequest, TokenCount
 from preheat.server.middleware import OPEN_PATHS
+from preheat.server.relay_wire import GENERATE, MEMBER
 from preheat.server.responses_schema import ITEMS, Deleted, ResponseObject, ResponsesRequest
 from preheat.server.schema import ErrorResponse
 from preheat.server.tei_schema import (
@@ -88,7 +90,7 @@ _ERRORS = {
     400: "The request cannot be served; the message describes the remedy.",
     401: "A valid API key is required.",
     404: "There is nothing of that name.",
-    409: "The name is taken.",
+    409: "The name is taken, or the engine has another contract.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
     429: "Too many requests; try again later.",
@@ -151,6 +153,8 @@ OPERATIONS = (
         "/invocations", invocations.invocations, answers.Completion | answers.ChatCompletion, InvocationRequest, (504,),
         EVENTS,
     ),
+    _posted(GENERATE, generate.generate, generate.Generated, generate.GenerateRequest, (409, 504), EVENTS),
+    Operation(MEMBER, generate.member, None, None, (500, 503), bytes=True),
     Operation("/v1/models", status.models, answers.ModelList),
     Operation("/v1/models/{model:path}", status.model, answers.ModelCard, None, (404,)),
     _posted("/v1/embeddings", embeddings.embeddings, EmbeddingList, EmbeddingRequest, (504,)),
@@ -194,7 +198,7 @@ OPERATIONS = (
     ),
     _posted("/detokenize", status.detokenize, answers.Text, schema.DetokenizeRequest),
     Operation("/tokenizer_info", status.tokenizer_info, answers.TokenizerInfo, None, (400, 500, 503)),
-    _posted("/reset_prefix_cache", status.reset_prefix_cache, errors=(500, 503)),
+    _posted("/reset_prefix_cache", status.reset_prefix_cache, errors=(400, 500, 503)),
     _posted(
         "/v1/load_lora_adapter", load_lora_adapter, None, schema.LoadLoraAdapterRequest, (409,),
         of_adapters=True,

@@ -65,6 +65,11 @@ class EngineProcess:
 
         threading.Thread(target=wait, daemon=True, name="engine-exit").start()
 
+    def said(self, code: int) -> str:
+        """Return in words how the child has ended, with status ``code``."""
+        killed = ": it was killed, perhaps because the machine ran out of memory" if code == -signal.SIGKILL else ""
+        return f"The engine's process ended with status {code}{killed}"
+
     def kill(self) -> None:
         """Kill the child and its children; also a child that is stopped."""
         with contextlib.suppress(ProcessLookupError):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import NamedTuple
 
@@ -19,6 +19,7 @@ from preheat.backends.visible import visible_devices
 from preheat.core import (
     AdapterReport,
     Cancel,
+    Declined,
     Delta,
     Died,
     FromEngine,
@@ -33,12 +34,19 @@ from preheat.core import (
 )
 from preheat.errors import PreheatError, WireError
 from preheat.frontend.journal import Journal, Lost
-from preheat.server.member import EngineMember, State
+from preheat.server.member import EngineMember, Process, State
 from preheat.server.process import ENGINE, EngineProcess
 from preheat.server.routing import Router
 from preheat.settings import Settings
 from preheat.utils.contract import Contract, first_difference
 from preheat.warmup.record import Record
+
+
+def processes(settings: Settings, entry: str) -> list[Callable[[], Process]]:
+    """Return functions that start the engines' processes. Raises SettingsError if devices are missing."""
+    size = range(settings.data_parallel_size)
+    variables = [visible_devices(settings, replica, os.environ) for replica in size]
+    return [partial(EngineProcess, settings, entry, each) for each in variables]
 
 
 class Moved(NamedTuple):
@@ -51,16 +59,20 @@ class Moved(NamedTuple):
 class Replicas:
     """The engines of ``settings``: ``data_parallel_size`` members whose processes run ``entry``.
 
+    ``spawns`` makes other members than processes of this machine; the server is then ready with the first one.
+
     The field ``engine`` of Stats, Ready and Report has the replica's number. ``journal`` has the requests in flight, so
     that they go on elsewhere when a member is lost (:meth:`lose`). Raises SettingsError if devices are missing.
     """
 
-    def __init__(self, settings: Settings, entry: str = ENGINE) -> None:
+    def __init__(
+        self, settings: Settings, entry: str = ENGINE, spawns: Sequence[Callable[[], Process]] | None = None
+    ) -> None:
         size = settings.data_parallel_size
-        variables = [visible_devices(settings, replica, os.environ) for replica in range(size)]
-        spawns = [partial(EngineProcess, settings, entry, each) for each in variables]
-        self.members = [EngineMember(number, spawn) for number, spawn in enumerate(spawns)]
+        places = enumerate(spawns or processes(settings, entry))
+        self.members = [EngineMember(number, spawn) for number, spawn in places]
         self.router, self.journal = Router(size), Journal()
+        self._any = spawns is not None  # the first engine makes the server ready, the others may come later
         self._caches = settings.enable_prefix_caching
         self._joint: Ready | None = None  # once all are ready for the first time
         self._reference: Ready | None = None  # the facts that every later member must share
@@ -68,6 +80,8 @@ class Replicas:
         self._watch: Callable[[EngineMember], None] = lambda member: None
         self.prepare: Callable[[], Iterable[LoadAdapter]] = tuple
         """Called when a member is back; returns the adapters that it must load before its first request."""
+        self.parts: Callable[[], dict[str, str]] = dict
+        """Returns the frontend's parts of the contract, which pods must share."""
 
     @property
     def joined(self) -> bool:
@@ -95,15 +109,24 @@ class Replicas:
                     if member.alive:
                         member.send(message)
 
-    def _give(self, request: Request) -> None:
-        """Send ``request`` to a member, or let it wait for one."""
-        takers = self.takers
+    def _give(self, request: Request, among: Sequence[int] | None = None) -> None:
+        """Send ``request`` to a member, by default any that takes requests, or let it wait for one."""
+        takers = self.takers if among is None else among
         if not takers:
             self.journal.sent(request, None)
             return
         member = self.members[self.router.route(request, takers)]
         self.journal.sent(request, member.owner)
         member.send(request)
+
+    def _decline(self, member: EngineMember, id: int) -> None:
+        """Give a request that ``member`` has no room for to another member, or to ``member`` again."""
+        if id not in self.router.requests(member.number):
+            return  # its client has left
+        self.router.end(id)
+        (request,) = self.journal.resumed([id])
+        takers = self.takers
+        self._give(request, [each for each in takers if each != member.number] or takers)
 
     def receive(self, replica: int) -> list[FromEngine]:
         """Return the messages of one replica since the last call, adapted for the frontend. Never waits."""
@@ -184,6 +207,8 @@ class Replicas:
                 member.owed -= 1
                 if not member.owed:
                     self._admit(member)
+            case Declined():
+                self._decline(member, message.id)
             case Leaving():
                 if member.state is State.SERVING:
                     member.leave()
@@ -192,8 +217,21 @@ class Replicas:
         return [message]
 
     def _join(self, member: EngineMember, ready: Ready) -> list[FromEngine]:
+        if self._any and (error := self._foreign(ready)):
+            member.state = State.GONE
+            return [Died(WireError.of(error))]
         member.ready = ready
-        return [] if any(each.ready is None for each in self.members) else self._all_ready()
+        missing = not self._any and any(each.ready is None for each in self.members)
+        return [] if missing else self._all_ready()
+
+    def _foreign(self, ready: Ready) -> PreheatError | None:
+        """Return an error if a pod has another tokenizer, template or defaults than this frontend."""
+        theirs = ready.contract or Contract()
+        mine = msgspec.structs.replace(theirs, **self.parts())
+        if (part := first_difference(mine, theirs)) is None:
+            return None
+        said = f"{part.name}: {part.one} here, {part.other} at engine {ready.engine}"
+        return PreheatError(f"The front and its pods do not agree: {said}. Give both the same model and options")
 
     def _rejoin(self, member: EngineMember, ready: Ready) -> list[FromEngine]:
         """Let a member that has started again take requests, or refuse it by the first part that differs."""
@@ -201,7 +239,8 @@ class Replicas:
         assert joint is not None and reference is not None
         if not reference.digest:  # the weights have been replaced since
             reference = msgspec.structs.replace(reference, digest=ready.digest)
-        if error := disagreement([reference, ready]) or _smaller(joint, ready):
+        foreign = self._foreign(ready) if self._any else None
+        if error := foreign or disagreement([reference, ready]) or _smaller(joint, ready):
             member.state = State.GONE
             return [Died(WireError.of(error))]
         member.ready, messages = ready, [*self.prepare()]
@@ -234,7 +273,8 @@ class Replicas:
         if error := disagreement(ready):
             return [Died(WireError.of(error))]
         for member in self.members:
-            member.state = State.SERVING
+            if member.ready is not None:
+                member.state = State.SERVING
         self._open()
         prompts = [each.max_prompt_len for each in ready if each.max_prompt_len is not None]
         blocked = (self.named(each.engine, each.blocked_reason) for each in ready if each.blocked_reason)
@@ -247,7 +287,9 @@ class Replicas:
             blocked_reason="; ".join(blocked),
         )
         self._joint, self._reference = joint, ready[0]
-        return [*(Report(each.record, each.engine) for each in ready[1:]), joint]
+        here = {each.engine for each in ready}
+        absent = [Report(joint.record, member.number) for member in self.members if member.number not in here]
+        return [*(Report(each.record, each.engine) for each in ready[1:]), *absent, joint]
 
 
 def _smaller(joint: Ready, ready: Ready) -> PreheatError | None:

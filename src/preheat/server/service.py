@@ -14,7 +14,7 @@ from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from preheat.core import Progress, ToEngine
-from preheat.errors import Asleep, EngineDead, ModelNotFound, NotReady, PreheatError, StepTimeout
+from preheat.errors import Asleep, Draining, EngineDead, ModelNotFound, NotReady, PreheatError, StepTimeout
 from preheat.frontend.frontend import Frontend
 from preheat.metrics import Metrics
 from preheat.server.background import Background
@@ -69,7 +69,7 @@ class Service:
         if self.dead is not None:
             raise EngineDead(self.dead)
         if self.draining:
-            raise NotReady("The server is about to stop and takes no more requests")
+            raise Draining("The server is about to stop and takes no more requests")
         if reason := self.stalled or self.waiting:
             raise NotReady(reason)
         if self._frontend is None:

@@ -258,5 +258,7 @@ def _plain(value: Any) -> Any:
 
 async def reset_prefix_cache(request: Request) -> Response:
     """Empty the prefix cache."""
+    if _service(request).settings.pods:
+        raise InvalidRequest("A front has no prefix cache: ask its pods")
     _service(request).frontend.reset_prefix_cache()
     return Response(media_type="text/plain")

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import signal
 from collections.abc import Callable
 
-from preheat.core import Died, FromEngine, Outcome, Ready, Report
+from preheat.core import Declined, Died, FromEngine, Outcome, Ready, Report
 from preheat.errors import EngineDead, PreheatError, StepTimeout
 from preheat.frontend.frontend import Frontend
 from preheat.server.engine_watch import EngineWatch
@@ -101,6 +100,9 @@ class Supervisor:
                 if isinstance(message, Died):
                     self._fleet.fall(watch.replica, message.error.restore(), "died")
                     continue
+                if isinstance(message, Declined):
+                    self._service.metrics.moves["overloaded"] += 1
+                    continue
                 frontend.handle(message)
                 if isinstance(message, Outcome):
                     self._replicas.update(message.state.contract)
@@ -113,7 +115,7 @@ class Supervisor:
         if self._stopping:
             return
         self._receive()  # its last message may still be on its way
-        said = f"The engine's process ended with status {code}{_killed(code)}"
+        said = self._replicas.members[replica].process.said(code)
         self._fleet.fall(replica, EngineDead(self._replicas.named(replica, said)), "died")
         if self._fleet.restart(replica):
             self._watches[replica].begin()
@@ -177,10 +179,6 @@ class Supervisor:
         logger.error("%s", message)
         self._service.stalled = self._watches[replica].stalled = message
         frontend.fail(self._replicas.router.requests(replica), StepTimeout(message))
-
-
-def _killed(code: int) -> str:
-    return ": it was killed, perhaps because the machine ran out of memory" if code == -signal.SIGKILL else ""
 
 
 def _silent(limit: float) -> str:

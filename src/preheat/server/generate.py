@@ -1,0 +1,192 @@
+"""POST /inference/v1/generate: tokens from tokens, without text.
+
+A body in JSON has vLLM's form. A body of a front (:mod:`preheat.server.relay_wire`) is an engine's request as the
+front has prepared it; its answer has the engine's results, unread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Sequence
+from functools import partial
+from typing import Annotated, Any, ClassVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from preheat.core import SAMPLING_FIELDS
+from preheat.errors import InvalidRequest, OtherContract, PreheatError
+from preheat.frontend.relay import Relay
+from preheat.frontend.request_state import Choice, RequestState
+from preheat.server.answers import PromptTokensDetails, Usage
+from preheat.server.body import interpreted, read_body, read_request
+from preheat.server.errors import error_body
+from preheat.server.middleware import request_id
+from preheat.server.params import TokenIds, chat_logprobs, prepared, prompt_logprobs_of
+from preheat.server.relay_wire import BEAT_SECONDS, LOST, MEDIA, Hello, Sent, frame, framed
+from preheat.server.running import RunningRequests
+from preheat.server.schema import ForModel, StreamOptions, only
+from preheat.server.service import Service
+from preheat.server.stream import Writer, event_of
+from preheat.server.turns import in_turn
+from preheat.utils.json_size import MOST_IDS
+
+START = secrets.token_hex(8)
+"""A name for this start of the process."""
+
+_NAMES = frozenset(SAMPLING_FIELDS)
+_sent = msgspec.msgpack.Decoder(Sent)
+
+
+class GenerateRequest(ForModel, kw_only=True):
+    """POST /inference/v1/generate, as vLLM's clients send it."""
+
+    most_values: ClassVar[int] = MOST_IDS
+
+    token_ids: list[int]
+    sampling_params: dict[str, Any] = {}
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    cache_salt: str | None = None
+    priority: int | None = None
+    features: Annotated[Any, only(None)] = None
+    kv_transfer_params: Annotated[Any, only(None)] = None
+
+
+class GeneratedChoice(msgspec.Struct):
+    """A choice: the tokens, and their log-probabilities if they were asked for."""
+
+    index: int
+    token_ids: list[int]
+    finish_reason: str | None = None
+    logprobs: Any = None
+
+
+class Generated(msgspec.Struct, omit_defaults=True):
+    """The answer to a :class:`GenerateRequest`; in a stream an event."""
+
+    request_id: str
+    choices: list[GeneratedChoice]
+    prompt_logprobs: Any = None
+    usage: Usage | None = None
+
+
+async def generate(request: Request) -> ASGIApp:
+    """Generate token ids from token ids."""
+    if request.headers.get("content-type", "").partition(";")[0] == MEDIA:
+        return await _relayed(request)
+    frontend, body = await read_request(request, GenerateRequest)
+    frontend.check_generates("generate API")
+    given = dict(body.sampling_params)
+    if unknown := sorted(given.keys() - _NAMES):
+        raise InvalidRequest(f"sampling_params has an unknown field, {unknown[0]}", param="sampling_params")
+    given["detokenize"] = bool(given.get("stop"))
+    params = await interpreted(request, partial(frontend.input.params, **given))
+    if body.stream and params.prompt_logprobs is not None:
+        raise InvalidRequest("prompt_logprobs cannot be streamed: set stream to false", param="prompt_logprobs")
+    states = await prepared(
+        request, [body.token_ids], params, add_special_tokens=False, cache_salt=body.cache_salt or "",
+        priority=body.priority or 0, cap_length="max_tokens" not in given,
+    )  # fmt: skip
+    return _TokensWriter(request, body, states)
+
+
+class _TokensWriter(Writer):
+    """The answer in vLLM's form."""
+
+    def __init__(self, request: Request, body: GenerateRequest, states: Sequence[RequestState]) -> None:
+        super().__init__(request, states, bool(body.stream))
+        self._id, self._names = request_id(request), self._frontend.tokenizer
+        self._usage = body.stream_options is not None and body.stream_options.include_usage is not False
+
+    def whole(self) -> Generated:
+        (state,) = self._states
+        shown = prompt_logprobs_of(state) if state.params.prompt_logprobs is not None else None
+        return Generated(self._id, [self._choice(choice) for choice in state.choices], shown, self._total())
+
+    def event(self, first: int, choice: Choice) -> bytes:
+        return event_of(Generated(self._id, [self._choice(choice)]))
+
+    def closing(self, error: PreheatError | None) -> bytes:
+        last = b""
+        if error is not None:
+            last = event_of(error_body(error))
+        elif self._usage:
+            last = event_of(Generated(self._id, [], usage=self._total()))
+        return last + b"data: [DONE]\n\n"
+
+    def _choice(self, choice: Choice) -> GeneratedChoice:
+        delta = choice.take_delta()
+        names = self._names if self._names.speaks else TokenIds()
+        logprobs = None if delta.logprobs is None else chat_logprobs(names, delta.logprobs)
+        return GeneratedChoice(choice.index, delta.token_ids, choice.finish_reason, logprobs)
+
+    def _total(self) -> Usage:
+        (state,) = self._states
+        prompt, made = len(state.prompt_ids), sum(len(choice.token_ids) for choice in state.choices)
+        return Usage(prompt, made, prompt + made, PromptTokensDetails(state.cached_tokens))
+
+
+async def _relayed(request: Request) -> ASGIApp:
+    """Return the answer to a front. Raises OtherContract if it expects another contract."""
+    service: Service = request.app.state.service
+    data = await read_body(request)
+    try:
+        sent = await in_turn(request, len(data), partial(_sent.decode, data))
+    except (msgspec.MsgspecError, ValueError) as error:
+        raise InvalidRequest(f"The body is no request of a front: {error}") from error
+    frontend = service.frontend
+    if sent.contract != (mine := frontend.contract.id):
+        raise OtherContract(f"The contract of this server is {mine}, the request is for {sent.contract}")
+    service.adapter_of(sent.request.lora_name or None)
+    prepare = partial(frontend.input.relayed, sent.request, request_id(request))
+    return _RelayWriter(service, await in_turn(request, len(data), prepare))
+
+
+class _RelayWriter:
+    """The answer to a front: the results of each step in a frame, and signs of life between them."""
+
+    def __init__(self, service: Service, state: RequestState) -> None:
+        assert state.relay is not None
+        self._service, self._state = service, state
+        self._relay: Relay = state.relay
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        self._service.load += 1
+        try:
+            async with RunningRequests(self._service.frontend, [self._state], receive) as running:
+                await send(
+                    {"type": "http.response.start", "status": 200, "headers": [(b"content-type", MEDIA.encode())]}
+                )
+                await self._send(running, send)
+        finally:
+            self._service.load -= 1
+
+    async def _send(self, running: RunningRequests, send: Send) -> None:
+        over = False
+        while not over:
+            try:
+                async with asyncio.timeout(BEAT_SECONDS):
+                    await running.change()
+            except TimeoutError:
+                pass
+            if running.gone:
+                return
+            parts = self._relay.take()
+            body = b"".join(map(frame, parts)) or frame()
+            over = any(part.finished for part in parts)
+            if self._state.error is not None and not over:  # this server failed, not the request
+                body, over = body + framed(LOST), True
+            await send({"type": "http.response.body", "body": body, "more_body": not over})
+
+
+async def member(request: Request) -> Response:
+    """Return limits and contract, for a front."""
+    service: Service = request.app.state.service
+    service.check_ready()
+    frontend = service.frontend
+    ready = msgspec.structs.replace(frontend.limits(), contract=frontend.contract, digest=frontend.state.digest)
+    return Response(msgspec.msgpack.encode(Hello(START, ready)), media_type="application/octet-stream")
