@@ -16,7 +16,7 @@ import json
 import random
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -43,6 +43,9 @@ class NoTransport:
 
     def put(self, message: FromEngine) -> None:
         pass
+
+    def waker(self) -> Callable[[], None]:
+        return lambda: None
 
 
 def make(args: argparse.Namespace, reads: dict[str, Any]) -> LLM:

@@ -42,6 +42,7 @@ SINGLE = {
     "quantization": "what a format of weights costs: held-out loss and bytes of the bundled model",
     "power": "speed, clock and power of a GPU at its power limit",
     "ranks": "what two ranks on CPUs exchange: through memory, by TCP, by gloo",
+    "roles": "a server that reads prompts and one that decodes: answers that differ from one server's",
     "sampler": "sampling, by rows, vocabulary and sampling parameters",
     "scheduler": "a step of the scheduler, and a long queue",
     "server_cpu": "the CPU time that the HTTP process spends on a streamed token",

@@ -6,6 +6,7 @@ Its order: device, weights, memory, limits, plan, cache, warm-up, check, ready.
 from __future__ import annotations
 
 import logging
+import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -19,7 +20,7 @@ from preheat.backends.base import Backend, Facts, Mode
 from preheat.backends.registry import pick_backend
 from preheat.boot_values import Device, Given, Loaded, Parts, Planned
 from preheat.cache_groups import WHOLE
-from preheat.core import Ready
+from preheat.core import BlockSource, Ready
 from preheat.elastic import Elastic, cache_contents
 from preheat.engine.audit import Audit
 from preheat.engine.kv_publisher import KvPublisher
@@ -35,7 +36,12 @@ from preheat.execution.input_batch import Packer
 from preheat.execution.memory_audit import AuditedMemory, Named, weights_of
 from preheat.execution.offload import HostTier
 from preheat.execution.sleep import sleepable_weights
+from preheat.execution.whole_blocks import WholeBlocks
 from preheat.grammar.service import Grammars, open_grammars
+from preheat.kv_transfer.messages import Hello
+from preheat.kv_transfer.pulls import Pulls
+from preheat.kv_transfer.sends import Sends
+from preheat.kv_transfer.server import BlockServer
 from preheat.lora.boot import adapter_parts, open_adapters
 from preheat.model.eagle import LoadedHead
 from preheat.model.families import read_spec
@@ -46,6 +52,7 @@ from preheat.model.stated import stated_spec
 from preheat.model.traits import check_traits
 from preheat.model.update import tensors_of
 from preheat.model.weights_digest import WeightsDigest
+from preheat.parallel.leader import ParallelExecutor
 from preheat.parallel.share import Share, contract_parts, for_ranks, for_replica
 from preheat.plan import lines
 from preheat.plan.cost import Costs
@@ -62,6 +69,7 @@ from preheat.utils.caches import cache_root
 from preheat.utils.contract import Contract
 from preheat.utils.dynamo import compile_seconds
 from preheat.utils.kv_events import kv_events_config
+from preheat.utils.kv_transfer import kv_transfer
 from preheat.utils.memory import trim
 from preheat.utils.structured import library_version
 from preheat.utils.trace import Trace
@@ -134,7 +142,9 @@ def _boot_hashing(given: Given, before_ready: Callable[[], None], digest: Weight
     loop = _loop(given, loaded, planned, parts, contract)
     before_ready()
     _trim(given.device.backend)  # of the profiling run and of warm-up
-    given.transport.put(_ready(planned.record, parts.scheduler, loaded.model, given.steps.elapsed, contract))
+    ready = _ready(planned.record, parts.scheduler, loaded.model, given.steps.elapsed, contract)
+    ready.sends = _address(given.device.settings, loop)
+    given.transport.put(ready)
     return loop
 
 
@@ -364,7 +374,8 @@ def _drafter(
 def _host_tier(settings: Settings, backend: Backend, executor: Executor) -> HostTier | None:
     """Return the host tier of evicted blocks, if the settings give it room."""
     size, caches = settings.kv_offloading_size, (executor.cache, *executor.other_caches)
-    return None if size is None else HostTier(backend, caches, int(size * 2**30))
+    others = executor if isinstance(executor, ParallelExecutor) else None
+    return None if size is None else HostTier(backend, caches, int(size * 2**30), others)
 
 
 def _draft_steps(drafter: DraftModel | None, backend: Backend, mode: Mode) -> DraftWarmUp | None:
@@ -463,6 +474,7 @@ def _loop(given: Given, loaded: Loaded, planned: Planned, parts: Parts, contract
     listener, call = with_step_log(settings, mode, backend, monitor), trace.calls(STEP_EVENTS)
     loop = parts.loop(transport, device, listener=listener, call=call, operator=operator)
     _publish_events(settings, loop)
+    _share_blocks(given, parts, loop, lambda: operator.state.contract or contract)
     if settings.audit_every is not None:
         with given.steps("Taking digests of the memory", detail=True):
             operator.audit = loop.audit = _audit(settings, loaded, parts, monitor, check)
@@ -491,6 +503,33 @@ def _publish_events(settings: Settings, loop: Loop) -> None:
     if (events := kv_events_config(settings.kv_events_config)).publishes:
         loop.kv_publisher = KvPublisher(events)
         loop.scheduler.pool.events = KvEvents(loop.kv_publisher.publish)
+
+
+def _address(settings: Settings, loop: Loop) -> BlockSource | None:
+    """Return where other engines get blocks, None if this one sends none."""
+    transfer, server = kv_transfer(settings), loop.block_server
+    if transfer is None or server is None:
+        return None
+    return BlockSource(transfer.host, server.port, 0, transfer.engine_id or uuid.uuid4().hex)
+
+
+def _share_blocks(given: Given, parts: Parts, loop: Loop, contract: Callable[[], Contract]) -> None:
+    """Let other engines take blocks, and requests pull them, as far as the engine's role goes."""
+    settings, backend = given.device.settings, given.device.backend
+    transfer, scheduler, tier = kv_transfer(settings), parts.scheduler, parts.offload
+    if transfer is None or tier is None:
+        return
+    spec = read_spec(read_config(find_model(settings), settings.hf_overrides))
+    blocks = WholeBlocks(backend, parts.executor.cache, tier, scheduler.pool, spec.num_kv_heads)
+
+    def hello() -> Hello:
+        return Hello(contract(), scheduler.prefix.contents, blocks.layout)
+
+    if transfer.sends:
+        loop.sends = Sends(blocks, hello, given.transport.waker())
+        loop.block_server = BlockServer(loop.sends, transfer.host, transfer.port, transfer.key)
+    if transfer.pulls:
+        loop.admission.pulls = Pulls(blocks, scheduler.prefix, hello, key=transfer.key, seconds=transfer.seconds)
 
 
 def _ready(record: Record, scheduler: Scheduler, model: LoadedModel, seconds: float, contract: Contract) -> Ready:

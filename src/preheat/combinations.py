@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 from preheat.errors import SettingsError
 from preheat.utils.kv_events import kv_events_config
+from preheat.utils.kv_transfer import kv_transfer
 
 Lacks = Mapping[tuple[str, ...], str]
 """Traits that a backend or a model lacks, alone or together, and the reasons."""
@@ -95,6 +96,7 @@ TRAITS: Mapping[str, Trait] = MappingProxyType({
     "updates": Trait(
         "updates of weights", "weight_transfer_config", lambda s: s.weight_transfer_config is not None),
     "offload": Trait("a KV cache on the host", "kv_offloading_size", lambda s: s.kv_offloading_size),
+    "roles": Trait("prefill apart from decode", "role", kv_transfer),
     "events": Trait(
         "events of the KV cache", "kv_events_config", _publishes),
     "receipts": Trait("receipts", "receipts", lambda s: s.receipts),
@@ -152,7 +154,8 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("eagle3", "compile", "the head reads states between layers, and compiled regions do not give them"),
     Refused("images", "tensor_parallel", "only the first rank would get them"),
     Refused("images", "pipeline", "every stage would load the encoder of images"),
-    Refused("sleep offload updates", "tensor_parallel pipeline", "only the first rank would carry it out"),
+    Refused("sleep updates", "tensor_parallel pipeline", "only the first rank would carry it out"),
+    Refused("offload", "pipeline", "nobody has tried a tier of blocks beside stages"),
     Refused("updates", "adapters", "an update replaces the layers that hold the adapters"),
     Refused("operator sleep updates", "replicas", "an operator's commands go to one engine"),
     Refused("events", "replicas", "all replicas would publish at one endpoint"),
@@ -204,6 +207,16 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("groups", "lazy graphs", "attention in this mode reads one block table"),
     Refused("llvm", "tensor_parallel pipeline ray", "compiled layers exchange nothing with other ranks"),
     Refused("llvm", "w8a8 inc", "no compiled function reads inputs in float8"),
+    Refused("roles", "pooling encoder", "it decodes nothing, so no other engine needs its blocks", yet=False),
+    Refused("roles", "draft_model eagle3", "a block would need its part of the draft's cache"),
+    Refused("roles", "groups", "nobody has shown that a block arrives in all groups or in none"),
+    Refused("roles", "states", "no state is kept at the ends of blocks"),
+    Refused("roles", "pods", "a front sends tokens to its pods, and no place of blocks"),
+    Refused("roles", "beam_search", "each round is requests of its own, which pull nothing"),
+    Refused("roles", "graphs", "nobody has tried to send blocks of a GPU"),
+    Refused("roles", "images prompt_embeds", "nobody has tried prompts with more than tokens there"),
+    Refused("roles", "pipeline ray replicas several_models", "nobody has tried to send blocks from there"),
+    Refused("roles", "lazy", "Gaudi, the only device with this mode, does not support the feature"),
     Refused("receipts", "pooling encoder", "a receipt is about tokens that are drawn, and none are", yet=False),
     Refused("answer_cache", "pooling encoder", "it keeps answers, and vectors are none", yet=False),
     Refused("answer_cache", "ray lazy graphs replicas several_models", "nobody has tried kept answers there"),
@@ -298,7 +311,8 @@ _WORKS: tuple[Works, ...] = (
     _together("graphs encoder pooling"),
     _together("eager states structured budget beam_search fp8_cache operator split receipts answer_cache"),
     _together("llvm eagle3 sleep updates w4a16 structured"),
-    _together("tensor_parallel eager w8a8 adapters structured budget beam_search events operator split fp8_cache"),
+    _together("tensor_parallel eager w8a8 adapters structured budget beam_search events operator split fp8_cache "
+              "offload"),
     _together("tensor_parallel eager text_drafts receipts answer_cache"),
     _together("tensor_parallel eager pooling"),
     _together("pipeline eager w8a8 text_drafts structured budget beam_search events fp8_cache operator"),
@@ -334,6 +348,10 @@ _WORKS: tuple[Works, ...] = (
     Works("tests/api/test_front.py::test_answers_through_a_front_are_the_answers_of_its_pod", "pods",
           f"tensor_parallel pipeline ray adapters {_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search "
           "latents pooling encoder groups offload split eager lazy compile graphs llvm"),
+    # A block that arrives is a block of the tier on the host, and so are blocks that are sent.
+    Works("tests/cpu/test_roles.py::test_the_answers_have_the_bits_of_one_process", "roles",
+          f"tensor_parallel eager adapters fp8_cache text_drafts structured budget {_FORMATS} inc latents sleep "
+          "operator updates offload events receipts audit answer_cache split compile llvm"),
     # Each of several models has an engine of its own, too.
     Works("tests/api/test_several_models.py::test_each_has_the_bits_of_a_server_of_its_own", "several_models",
           f"adapters {_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images latents prompt_embeds "
@@ -408,6 +426,8 @@ RULES: tuple[Rule, ...] = (
          "off: drop one of them"),
     Rule("kv_events_config", lambda s: _publishes(s) and not s.enable_prefix_caching,
          "kv_events_config tells of the prefix cache: drop it, or enable_prefix_caching false"),
+    Rule("role", lambda s: kv_transfer(s) is not None and not s.enable_prefix_caching,
+         "role exchanges blocks of the prefix cache: drop it, or enable_prefix_caching false"),
     Rule("kv_offloading_size", lambda s: s.kv_offloading_size and not s.enable_prefix_caching,
          "kv_offloading_size keeps blocks that the prefix cache evicts: drop it, or enable_prefix_caching false"),
     Rule("data_parallel_size", lambda s: s.data_parallel_size > 1 and s.allow_runtime_lora_updating,

@@ -11,7 +11,8 @@ Messages between processes are :class:`msgspec.Struct`, sent as msgpack. Nothing
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum
@@ -454,6 +455,15 @@ POOLS = ("MEAN", "MAX", "WEIGHTEDMEAN", "MEAN_SQRT_LEN", "ALL")
 """The ways to pool the states of all tokens. The ``prompt_logprobs`` of a pooling request is a place in this list."""
 
 
+class BlockSource(msgspec.Struct, frozen=True):
+    """An engine that read a prompt: where its blocks are, and the number of tokens that they cover."""
+
+    host: str
+    port: int
+    tokens: int
+    engine_id: str = ""
+
+
 class Request(msgspec.Struct, tag="request"):
     """One sequence to run: a client's request with ``n`` choices becomes ``n`` of these.
 
@@ -477,6 +487,7 @@ class Request(msgspec.Struct, tag="request"):
     data_parallel_rank: int | None = None  # the replica for it; None: the server's router chooses
     thinking: Thinking | None = None  # with params.thinking_token_budget
     resume: Resume | None = None  # the rest of the fields stay as they were when the sequence began
+    source: BlockSource | None = None  # blocks of the prompt are pulled from there
 
     @property
     def delivered(self) -> list[int]:
@@ -497,6 +508,10 @@ class Drain(msgspec.Struct, tag="drain"):
     """Finish the running requests, then exit; with ``now`` exit at once."""
 
     now: bool = False
+
+
+class Wake(msgspec.Struct, tag="wake"):
+    """End the engine's wait for messages: a thread of the engine has work for the loop."""
 
 
 class Ask(msgspec.Struct, tag="ask"):
@@ -651,6 +666,7 @@ class Stats(msgspec.Struct, tag="stats"):
     accepted_per_pos: list[int] = []  # accepted tokens, by their position among a row's drafts
     grammars: GrammarStats | None = None
     audit: AuditStats | None = None  # sent after a pass
+    kv_transfer: KvTransferStats | None = None
     engine: int = 0  # the replica; the server sets it
     corrupted_requests: int = 0  # requests that ended because of numbers that are not finite
 
@@ -664,6 +680,28 @@ class AuditStats(msgspec.Struct):
     faults: int = 0
     seconds: float = 0.0
     slowest: float = 0.0
+
+
+class KvTransferStats(msgspec.Struct):
+    """Counters of blocks that other engines send and take. ``failures`` are pulls that ended early, by reason."""
+
+    pulls: int = 0
+    received_blocks: int = 0
+    received_bytes: int = 0
+    pull_seconds: float = 0.0
+    failures: dict[str, int] = {}
+    sent_blocks: int = 0
+    sent_bytes: int = 0
+    refused_peers: int = 0
+
+    @classmethod
+    def sum(cls, each: Sequence[KvTransferStats]) -> KvTransferStats:
+        """Return the sums of all counters."""
+        failures: Counter[str] = Counter()
+        for one in each:
+            failures.update(one.failures)
+        names = [name for name in cls.__struct_fields__ if name != "failures"]
+        return cls(failures=dict(failures), **{name: sum(getattr(one, name) for one in each) for name in names})
 
 
 class GrammarStats(msgspec.Struct):
@@ -701,7 +739,8 @@ class Ready(msgspec.Struct, tag="ready"):
     ``blocked_reason``, if any, is the reason why it takes no requests: a check at boot failed. ``max_prompt_len`` is
     None if only ``max_model_len`` limits the prompt. ``num_blocks`` counts blocks of all layers. ``digest`` covers the
     logits of the check. ``engine`` is the replica of the ``record``, as in Report. ``spare``: places behind
-    ``max_model_len`` for a token that is never computed. ``contract`` has the engine's parts.
+    ``max_model_len`` for a token that is never computed. ``contract`` has the engine's parts. ``sends``: where
+    other engines get blocks, if this engine sends them.
     """
 
     max_model_len: int
@@ -715,6 +754,7 @@ class Ready(msgspec.Struct, tag="ready"):
     engine: int = 0
     spare: int = 0
     contract: Contract | None = None
+    sends: BlockSource | None = None
 
     @property
     def places(self) -> int:
@@ -753,7 +793,7 @@ class Declined(msgspec.Struct, tag="declined"):
     id: int
 
 
-ToEngine = Request | Cancel | Drain | Ask | ResetPrefixCache | LoadAdapter | UnloadAdapter | Command
+ToEngine = Request | Cancel | Drain | Wake | Ask | ResetPrefixCache | LoadAdapter | UnloadAdapter | Command
 FromEngine = Delta | Progress | Ready | Report | AdapterReport | Died | Leaving | Outcome | Declined
 
 

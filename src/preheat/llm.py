@@ -11,7 +11,7 @@ from preheat.core import EngineState, Outcome, SamplingParams
 from preheat.engine.listeners import STEP_EVENTS
 from preheat.engine.progress import ProgressLines
 from preheat.engine_args import EngineArgs
-from preheat.errors import InvalidRequest
+from preheat.errors import InvalidRequest, SettingsError
 from preheat.frontend.adapters import LoRARequest
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.hf_tokenizer import transformers_tokenizer
@@ -24,6 +24,7 @@ from preheat.startup import boot_engine, boot_front
 from preheat.stepping import StepEngine
 from preheat.transport import InlineTransport
 from preheat.utils.adapters import model_names
+from preheat.utils.kv_transfer import kv_transfer
 from preheat.utils.refused import Refused
 from preheat.utils.trace import Call, Trace, open_trace
 from preheat.utils.weight_transfer import TransferGroup, announced
@@ -57,6 +58,12 @@ class LLM(OfflineClient):
         return llm
 
     def _boot(self, settings: Settings) -> None:
+        if kv_transfer(settings) is not None:
+            raise SettingsError(
+                "role needs `preheat serve`, because an engine that runs within one process sends no blocks between "
+                "two calls: leave it out",
+                param="role",
+            )
         self.settings = settings
         with ProgressLines(settings.use_tqdm_on_load) as progress:
             self._start(progress)

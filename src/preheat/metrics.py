@@ -102,6 +102,15 @@ _AUDIT: tuple[_Row, ...] = (
     ("audit_faults", "Slices or checks that differed.", attrgetter("faults")),
     ("audit_seconds", "Time of the audit between steps.", attrgetter("seconds")),
 )
+_KV_TRANSFER: tuple[_Row, ...] = (
+    ("kv_transfer_pulls", "Pulls of a request's blocks from another engine.", attrgetter("pulls")),
+    ("kv_transfer_received_blocks", "Blocks that came from other engines.", attrgetter("received_blocks")),
+    ("kv_transfer_received_bytes", "Bytes of these blocks.", attrgetter("received_bytes")),
+    ("kv_transfer_pull_seconds", "Time that requests waited for blocks.", attrgetter("pull_seconds")),
+    ("kv_transfer_sent_blocks", "Blocks copied to the host for other engines.", attrgetter("sent_blocks")),
+    ("kv_transfer_sent_bytes", "Bytes of these blocks.", attrgetter("sent_bytes")),
+    ("kv_transfer_refused_peers", "Engines that got no blocks, because they differ.", attrgetter("refused_peers")),
+)
 _GRAMMARS: tuple[_Row, ...] = (
     ("grammars_compiled", "Grammars of structured outputs that were compiled.", attrgetter("compiled")),
     ("grammars_reused", "Requests with a grammar that was already compiled.", attrgetter("reused")),
@@ -112,6 +121,9 @@ _GRAMMARS: tuple[_Row, ...] = (
     ("grammar_wait_seconds", "Time that steps waited for masks of grammars.", attrgetter("wait_seconds")),
 )
 
+
+PULL_FAILURES = ("missing", "refused", "lost", "corrupt")
+"""Reasons for the early end of a pull of blocks."""
 
 FAULTS = ("died", "silent", "stalled", "drained", "memory_fault", "overloaded")
 """Reasons why the requests of an engine move, and why it starts again."""
@@ -318,6 +330,11 @@ class Metrics(Collector):
         if audits := [each.audit for each in self.engines if each.audit is not None]:
             for name, text, of in _AUDIT:
                 yield counter(name, text, [of(each) for each in audits])
+        if transfers := [each.kv_transfer for each in stats if each.kv_transfer is not None]:
+            for name, text, of in _KV_TRANSFER:
+                yield counter(name, text, [of(each) for each in transfers])
+            failures = [{reason: each.failures.get(reason, 0) for reason in PULL_FAILURES} for each in transfers]
+            yield counter("kv_transfer_failures", "Pulls that ended early, by reason.", failures, "reason")
         for name, text, of in _GRAMMARS:
             yield counter(name, text, [of(each) for each in grammars])
         slowest = [each.slowest_mask for each in grammars]

@@ -20,6 +20,7 @@ from preheat.utils.bucketing import bucket_range, strategy_named, with_bucketing
 from preheat.utils.environment import read_environment, without_unused
 from preheat.utils.files import read_given, shown, why_unread
 from preheat.utils.given import given_options
+from preheat.utils.kv_transfer import kv_transfer
 from preheat.utils.options import Option, option, registry
 from preheat.utils.speculation import Speculation, speculation
 from preheat.utils.structured import structured_config
@@ -661,6 +662,36 @@ class Settings:
         1, "Number of replicas of the engine behind one server, each with devices of its own.", low=1, high=64
     )
 
+    role: str | None = _spread(
+        None,
+        "Part of the work: `prefill` reads prompts and sends their blocks, `decode` pulls blocks from such an engine, "
+        "`both` does both: see docs/roles.md.",
+        choices=("prefill", "decode", "both"),
+        default_text="no blocks are sent or pulled",
+    )
+    kv_transfer_config: dict[str, Any] | None = _spread(  # noqa: RUF009 - None is not mutable
+        None, "`role` as vLLM's JSON object: `kv_role` is kv_producer, kv_consumer or kv_both."
+    )
+    kv_transfer_host: str = _spread(
+        "127.0.0.1",
+        "Address where other engines take blocks from this one. Without a key it must be of this machine alone.",
+        env="VLLM_NIXL_SIDE_CHANNEL_HOST",
+    )
+    kv_transfer_port: int = _spread(
+        0, "Port for it; 0 picks a free one.", low=0, high=65535, env="VLLM_NIXL_SIDE_CHANNEL_PORT"
+    )
+    kv_transfer_key: str | None = _spread(
+        None, "Key that engines prove to each other before they exchange blocks.", secret=True
+    )
+    kv_transfer_peers: tuple[str, ...] = _spread(
+        (),
+        "Hosts or networks (`10.0.0.0/8`) from which blocks may be pulled; `*` for all.",
+        default_text="this machine",
+    )
+    kv_transfer_timeout_s: float = _spread(
+        30.0, "Seconds after which a pull ends and the rest of the prompt is computed.", low=0.001
+    )
+
     quantization: str | None = _quant(
         None,
         "Quantization while loading a checkpoint: `fp8` converts weights to float8, `int8` and `int4` to integers; "
@@ -787,6 +818,7 @@ class Settings:
         if self.root_path.strip("/") and not self.root_path.startswith("/"):
             raise SettingsError(f"root_path {self.root_path!r} must begin with a slash", param="root_path")
         transfer_config(self.weight_transfer_config)
+        kv_transfer(self)
         check_names(self)
         check_settings(self)
         if self.block_size is not None and self.block_size & (self.block_size - 1):

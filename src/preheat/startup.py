@@ -354,6 +354,6 @@ def run_engine(settings: Settings, address: str) -> None:
         logger.debug("The boot failed", exc_info=True)
         sys.exit(1)
     finally:
-        if loop is not None and loop.kv_publisher is not None:
-            loop.kv_publisher.close()
+        if loop is not None:
+            loop.close()
         transport.close()

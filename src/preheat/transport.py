@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import shutil
 import tempfile
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -18,7 +19,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from preheat.core import Died, FromEngine, Leaving, Request, ToEngine
+from preheat.core import Died, FromEngine, Leaving, Request, ToEngine, Wake
 from preheat.errors import PreheatError, WireError
 from preheat.utils.heartbeat import Heartbeat
 
@@ -50,6 +51,10 @@ class InlineTransport:
         self._to_front.append(message)
         if self._on_put is not None:
             self._on_put(message)
+
+    def waker(self) -> Callable[[], None]:
+        """Return a function that does nothing, since :meth:`take` never waits."""
+        return lambda: None
 
     def send(self, message: ToEngine) -> None:
         self._to_engine.append(message)
@@ -117,6 +122,18 @@ class EngineTransport(_End):
     def put(self, message: FromEngine) -> None:
         """Send a message to the frontend."""
         self._out.send(self._encoder.encode(message))
+
+    def waker(self) -> Callable[[], None]:
+        """Return a function that ends a wait in :meth:`take`; any thread may call it."""
+        socket, turn = _socket(self._context, zmq.PUSH), threading.Lock()
+        socket.connect(self._address + _REQUESTS)
+        message = self._encoder.encode(Wake())
+
+        def wake() -> None:
+            with turn, suppress(zmq.ZMQError):  # the engine has left
+                socket.send(message, zmq.NOBLOCK)
+
+        return wake
 
     def report_death(self, error: PreheatError) -> None:
         """Report the engine's death to the frontend.

@@ -181,7 +181,7 @@ def replace_params(tokens: int) -> SamplingParams:
     return SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
 
 
-@pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {"tensor_parallel_size": 2}])
+@pytest.mark.parametrize("options", [{"enable_prefix_caching": False}, {"pipeline_parallel_size": 2}])
 def test_options_that_exclude_offloading_are_refused(options):
     with pytest.raises(SettingsError, match="kv_offloading_size"):
         replace(Settings(), kv_offloading_size=1.0, **options)

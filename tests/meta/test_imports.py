@@ -27,11 +27,12 @@ RULE = {
     "model": "ops backends.base",
     "schedule": "plan",
     "transport": "",
+    "kv_transfer": "schedule",
     "frontend": "",
     "grammar": "schedule ops",
-    "execution": "plan schedule model ops backends.base",
+    "execution": "plan schedule kv_transfer model ops backends.base",
     "lora": "schedule model ops backends.base",
-    "engine": "plan schedule grammar lora execution backends.base",
+    "engine": "plan schedule grammar kv_transfer lora execution backends.base",
     "warmup": "plan schedule grammar execution model ops backends backends.base backends.cold engine frontend"
     " transport",
     "verify": "plan schedule grammar lora execution model ops backends.base engine frontend warmup transport",
@@ -40,7 +41,7 @@ RULE = {
     "elastic": "schedule model execution backends.base engine warmup verify",
     "boot_values": "plan schedule grammar lora execution model backends.base parallel engine warmup verify",
     "boot": "boot_values plan schedule grammar lora execution model ops backends backends.base parallel engine"
-    " transport warmup verify elastic",
+    " kv_transfer transport warmup verify elastic",
     "doctor": "backends model warmup",
     "startup": "boot plan model backends backends.base engine frontend transport warmup verify",
     "server": "startup schedule engine frontend transport warmup backends",
@@ -69,7 +70,7 @@ PARTS = sorted(BASE | set(RULE), key=len, reverse=True)
 
 # Nothing in the process that speaks HTTP may import torch, nor may planning and scheduling.
 WITHOUT_TORCH = (
-    "server.", "frontend.", "grammar.", "schedule.", "plan.", "transport.",
+    "server.", "frontend.", "grammar.", "schedule.", "kv_transfer.", "plan.", "transport.",
     "backends.cpu.facts", "backends.cuda.facts", "backends.hpu.facts",
     "backends.hpu.detect", "backends.hpu.environment", "backends.cuda.early",
     "backends.cuda.card", "backends.cuda.environment", "backends.cuda.lacking",

@@ -1,7 +1,7 @@
 """Preparation of requests before the scheduler's queue.
 
-Threads beside the loop read a request's adapter, then compile its grammar. The request waits for them here, and joins
-the queue then; other requests go on.
+Threads beside the loop read a request's adapter, pull the blocks of its prompt from another engine, then compile its
+grammar. The request waits for them here, and joins the queue then; other requests go on.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from itertools import chain
 from preheat.core import AdapterReport, LoadAdapter, Request, UnloadAdapter
 from preheat.errors import InvalidRequest, ModelNotFound, PreheatError, WireError
 from preheat.grammar.service import Grammars
+from preheat.kv_transfer.pulls import Pulls
 from preheat.lora.service import Adapters
 from preheat.schedule.grammar import GrammarState
 from preheat.schedule.scheduler import Scheduler
@@ -21,7 +22,8 @@ class Admission:
     """The way of requests to the scheduler's queue.
 
     ``grammars`` serve structured outputs and ``adapters`` LoRA; a string instead is the reason why there are none.
-    ``reject`` answers a request that cannot be served, ``report`` reports the outcome for an adapter.
+    ``reject`` answers a request that cannot be served, ``report`` reports the outcome for an adapter. ``pulls``, if
+    any, bring blocks from other engines.
     """
 
     def __init__(
@@ -34,22 +36,27 @@ class Admission:
     ) -> None:
         self._scheduler, self._grammars, self._adapters = scheduler, grammars, adapters
         self._reject, self._report = reject, report
-        self._services = [each for each in (adapters, grammars) if not isinstance(each, str)]
+        self.pulls: Pulls | None = None
+
+    @property
+    def _services(self) -> list[Adapters | Pulls | Grammars]:
+        found = (self._adapters, self.pulls, self._grammars)
+        return [each for each in found if each is not None and not isinstance(each, str)]
 
     @property
     def pending(self) -> bool:
-        """Whether an adapter is being read or a grammar compiled."""
+        """Whether an adapter is being read, a block pulled or a grammar compiled."""
         return any(service.pending for service in self._services)
 
     def add(self, request: Request) -> None:
         """Accept a request, or reject one that cannot be served."""
         try:
             if not request.lora_name:
-                self._compile(request)
+                self._pull(request)
             elif isinstance(self._adapters, str):
                 raise ModelNotFound(f"there is no adapter {request.lora_name!r}: {self._adapters}")
             elif self._adapters.start(request):
-                self._compile(request)
+                self._pull(request)
         except PreheatError as error:
             self._refuse(request, error)
 
@@ -59,11 +66,14 @@ class Admission:
         if not isinstance(adapters, str) and adapters.pending:
             for request, error in adapters.take(wait):
                 if error is None:
-                    self._compile(request)
+                    self._pull(request)
                 else:
                     self._refuse(request, error)
             for report in adapters.reports(self._scheduler.serves):
                 self._report(report)
+        if self.pulls is not None and self.pulls.pending:
+            for request in self.pulls.take(wait):
+                self._compile(request)
         if not isinstance(grammars, str) and grammars.pending:
             for request, state in grammars.take(wait):
                 if isinstance(state, PreheatError):
@@ -89,8 +99,14 @@ class Admission:
         else:
             self._adapters.unload(message)
 
+    def _pull(self, request: Request) -> None:
+        """Pull the blocks, if any, of a request whose adapter is loaded."""
+        adapter = None if isinstance(self._adapters, str) else self._adapters.peek(request)
+        if self.pulls is None or not self.pulls.start(request, adapter):
+            self._compile(request)
+
     def _compile(self, request: Request) -> None:
-        """Compile the grammar, if any, of a request whose adapter is loaded."""
+        """Compile the grammar, if any, of a request with its adapter and its blocks."""
         masked = request.params.masked
         if not masked:
             self._queue(request, None)

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
+from collections.abc import Callable
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -31,6 +32,7 @@ from preheat.core import (
     Finish,
     FromEngine,
     GrammarStats,
+    KvTransferStats,
     LoadAdapter,
     Report,
     Request,
@@ -40,6 +42,7 @@ from preheat.core import (
     Swaps,
     ToEngine,
     UnloadAdapter,
+    Wake,
 )
 from preheat.engine.admission import Admission
 from preheat.engine.audit import Audit
@@ -47,6 +50,7 @@ from preheat.engine.control import Control, Operator
 from preheat.engine.launch_timer import LaunchTimer
 from preheat.errors import EngineDead, PreheatError, WireError
 from preheat.grammar.service import Grammars
+from preheat.kv_transfer.sends import Sends
 from preheat.lora.service import NO_ADAPTERS, Adapters
 from preheat.schedule.scheduler import Scheduler
 from preheat.utils.trace import Call, untraced
@@ -55,6 +59,7 @@ if TYPE_CHECKING:
     from preheat.engine.kv_publisher import KvPublisher
     from preheat.execution.executor import Executor, LaunchedStep
     from preheat.execution.input_batch import InputBatch, Packer
+    from preheat.kv_transfer.server import BlockServer
 
 logger = logging.getLogger(__name__)
 
@@ -73,6 +78,9 @@ class EngineSide(Protocol):
 
     def put(self, message: FromEngine) -> None:
         """Send a message to the frontend."""
+
+    def waker(self) -> Callable[[], None]:
+        """Return a function that ends a wait in :meth:`take`; any thread may call it."""
 
 
 class StepListener(Protocol):
@@ -142,6 +150,8 @@ class Loop:
         self.admission = Admission(scheduler, grammars, adapters, self._reject, transport.put)
         self.control = Control(self, operator)
         self.kv_publisher: KvPublisher | None = None
+        self.sends: Sends | None = None
+        self.block_server: BlockServer | None = None
         self.audit: Audit | None = None
         self._audits_reported = 0
 
@@ -167,6 +177,8 @@ class Loop:
             return 0.0
         if self.control.receiving:
             return 0.0  # the control waits itself
+        if self.sends is not None and self.sends.pending:
+            return 0.0
         if self.admission.pending:
             return TICK
         return None if self.audit is None or self.control.paused else self.audit.patience()
@@ -188,6 +200,10 @@ class Loop:
         if runs:
             self.call("step", self._step)
         self.control.proceed()
+        if self.sends is not None and self.sends.pending:
+            self.sends.turn(available=not self.control.paused)
+            if self.idle and not self.sends.busy:  # no step will report the blocks
+                self.transport.put(Delta(stats=self._stats()))
         if self.scheduler.pool.events is not None:
             self.scheduler.pool.events.flush()
         if self.audit is not None and not self.control.paused:
@@ -296,7 +312,22 @@ class Loop:
         stats = self.scheduler.stats()
         if not isinstance(self.grammars, str) and self.grammars.stats != self._grammars_reported:
             self._grammars_reported = stats.grammars = copy(self.grammars.stats)
+        stats.kv_transfer = self._transferred()
         return stats
+
+    def _transferred(self) -> KvTransferStats | None:
+        """Return the counters of blocks sent and pulled, None in an engine that does neither."""
+        found = [each.stats for each in (self.sends, self.admission.pulls) if each is not None]
+        return KvTransferStats.sum(found) if found else None
+
+    def close(self) -> None:
+        """End the threads of the loop."""
+        if self.kv_publisher is not None:
+            self.kv_publisher.close()
+        if self.block_server is not None:
+            self.block_server.close()
+        if self.admission.pulls is not None:
+            self.admission.pulls.close()
 
     def _compact(self) -> None:
         """Compact the KV cache if its blocks in use are too scattered."""
@@ -326,6 +357,8 @@ class Loop:
                     self._cancel(message.id)
                 case Command():
                     self.control.take(message)
+                case Wake():
+                    pass
                 case Ask():
                     self.transport.put(Report(self.listener.report()))
                 case LoadAdapter() | UnloadAdapter():
@@ -343,7 +376,8 @@ class Loop:
             self.control.proceed()
             if self.scheduler.pool.events is not None:  # events of a reset or a command
                 self.scheduler.pool.events.flush()
-        if messages and self.idle:  # no step will report the end of the last requests
+        told = any(not isinstance(each, Wake) for each in messages)
+        if told and self.idle:  # no step will report the end of the last requests
             self.transport.put(Delta(stats=self._stats()))
 
     def drain_steps(self) -> None:

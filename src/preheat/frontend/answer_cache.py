@@ -153,7 +153,7 @@ def _has_one_answer(state: RequestState) -> bool:
 def _key(request: Request, contract: Contract) -> bytes:
     """Return the key of a request's answer. A greedy request draws nothing, so its seed does not count."""
     seed = 0 if request.params.greedy else request.seed
-    same = msgspec.structs.replace(request, id=0, priority=0, data_parallel_rank=None, seed=seed)
+    same = msgspec.structs.replace(request, id=0, priority=0, data_parallel_rank=None, source=None, seed=seed)
     if request.params.greedy and request.params.seed is not None:
         same.params = msgspec.structs.replace(request.params, seed=None)
     return hashlib.blake2b(contract.id.encode() + _encode(same), digest_size=KEY_BYTES).digest()

@@ -276,7 +276,7 @@ class InputProcessor:
             Request(
                 choice.id, prompt, others if choice.index else params, seed, state.max_tokens, choice.index, stop_ids,
                 state.cache_salt, state.segments, bad_words, state.priority, state.lora_name,
-                state.data_parallel_rank, thinking,
+                state.data_parallel_rank, thinking, source=state.source,
             )
             for choice in state.choices
         ]  # fmt: skip

@@ -84,7 +84,8 @@ class Receipts:
 
     def begin(self, choice: Choice, request: Request, contract: Contract) -> None:
         """Note what the receipt of ``choice`` is about."""
-        choice.proof = Proof(msgspec.structs.replace(request, id=0, priority=0, data_parallel_rank=None), contract)
+        same = msgspec.structs.replace(request, id=0, priority=0, data_parallel_rank=None, source=None)
+        choice.proof = Proof(same, contract)
 
     def end(self, choice: Choice, contract: Contract) -> None:
         """Write the receipt of ``choice``, which has ended with all of its tokens."""

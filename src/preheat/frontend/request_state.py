@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
 
 import msgspec
 
-from preheat.core import SamplingParams, Segment, TokenLogprobs
+from preheat.core import BlockSource, SamplingParams, Segment, TokenLogprobs
 from preheat.errors import PreheatError
 from preheat.frontend.detokenize import SILENT, Detokenizer
 from preheat.frontend.flat_logprobs import FlatLogprobs
@@ -178,6 +178,7 @@ class RequestState:
     phase: Phase | None = None
     call_ids: frozenset[int] = frozenset()
     data_parallel_rank: int | None = None  # the replica that the client asks for
+    source: BlockSource | None = None  # an engine that has read the prompt
     on_change: Callable[[], None] | None = None
     choices: list[Choice] = field(default_factory=list)
     unfinished: int = 0

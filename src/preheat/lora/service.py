@@ -118,6 +118,10 @@ class Adapters:
         """Return the adapter of a request that is about to be queued; None if it has none."""
         return self._chosen.pop(request.id, None)
 
+    def peek(self, request: Request) -> Adapter | None:
+        """Return the adapter of a request that :meth:`chosen` will return."""
+        return self._chosen.get(request.id)
+
     def cancel(self, request_id: int) -> bool:
         """Forget a request. Return False if it does not wait here."""
         self._chosen.pop(request_id, None)

@@ -15,7 +15,7 @@ from torch import Tensor
 from preheat import __version__
 from preheat.backends.base import Backend, Collective
 from preheat.backends.cold import Counted
-from preheat.core import StepResult, Swaps
+from preheat.core import StepResult, Swaps, Transfer
 from preheat.errors import PreheatError, RankDied
 from preheat.execution.build import Assembly, build
 from preheat.execution.executor import Executor, LaunchedStep
@@ -109,6 +109,24 @@ class ParallelExecutor(SharedExecutor):
     def fill_block(self, block: int, byte: int) -> None:
         with self._together("fill_block", block, byte):
             super().fill_block(block, byte)
+
+    @property
+    def world(self) -> int:
+        return self.ranks.world
+
+    def keep_blocks(self, places: int) -> None:
+        """See :class:`preheat.execution.offload.OtherRanks`."""
+        self.ranks.tell("keep_blocks", places)
+
+    def copy_block(self, transfer: Transfer, block: int, place: int) -> None:
+        self.ranks.tell("copy_block", transfer, block, place)
+
+    def read_place(self, place: int) -> list[bytes]:
+        found: list[bytes] = self.ranks.call("read_place", place)
+        return found
+
+    def write_place(self, place: int, parts: list[bytes]) -> None:
+        self.ranks.tell("write_place", place, parts)
 
     def compile(self, programs: Iterable[Program[Any]], threads: int) -> None:
         known = tuple(programs)

@@ -14,13 +14,16 @@ from functools import cached_property, partial
 from multiprocessing.connection import Connection
 from typing import Any
 
+import numpy as np
+
 from preheat.backends.base import Backend, Mode
 from preheat.backends.registry import pick_backend
 from preheat.backends.rendezvous import Rendezvous
-from preheat.core import Swaps
+from preheat.core import Swaps, Transfer
 from preheat.errors import PreheatError, WireError
 from preheat.execution.build import Assembly, build, linear_rows, select_linear_kernels
 from preheat.execution.executor import Executor
+from preheat.execution.offload import HostBlocks
 from preheat.execution.silent import SilentSampler
 from preheat.limits import Limits
 from preheat.model.decoder import Attended
@@ -54,7 +57,7 @@ class Worker:
 
     def __init__(self, orders: Orders, rendezvous: Rendezvous, reporter: Reporter) -> None:
         settings = self._settings = orders.settings
-        self._reporter = reporter
+        self._reporter, self._rank = reporter, rendezvous.rank
         self._backend: Backend = pick_backend(settings.device, orders.device)
         self._backend.prepare(settings, orders.mode, orders.cache)
         assert self._backend.sharing is not None  # the leader has checked it
@@ -131,6 +134,22 @@ class Worker:
 
     def fill_block(self, block: int, byte: int) -> None:
         self._run.fill_block(block, byte)
+
+    def keep_blocks(self, places: int) -> None:
+        self._host = HostBlocks(self._backend, [self._run.cache], places)
+
+    def copy_block(self, transfer: Transfer, block: int, place: int) -> None:
+        self._host.copy(transfer, block, place)
+
+    def read_place(self, place: int) -> bytes:
+        self._backend.synchronize()
+        return self._host.view(place).tobytes()
+
+    def write_place(self, place: int, parts: list[bytes]) -> None:
+        """Take this rank's part of ``parts``, which begin with rank 1's."""
+        self._backend.synchronize()  # an earlier copy may read the place
+        view = self._host.view(place)
+        view[:] = np.frombuffer(parts[self._rank - 1], np.uint8).reshape(view.shape)
 
     def compile(self, programs: tuple[Program[Any], ...], threads: int) -> None:
         self._run.compile(programs, threads)

@@ -13,6 +13,7 @@ from preheat.plan.policy import policy_of
 from preheat.settings import OPTIONS, Settings
 from preheat.utils.bucketing import DEFAULT_POLICY
 from preheat.utils.environment import warn
+from preheat.utils.kv_transfer import kv_transfer
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,10 @@ def instead(facts: Facts, settings: Settings) -> Mode | None:
     return facts.modes.otherwise if asked(settings) is None else None
 
 
+TRANSFER_GIB = 1.0
+"""GiB of the host for blocks that other engines send or take, unless ``kv_offloading_size`` says otherwise."""
+
+
 def with_defaults(settings: Settings, facts: Facts) -> Settings:
     """Return ``settings`` with a backend's defaults where none are set.
 
@@ -87,6 +92,8 @@ def with_defaults(settings: Settings, facts: Facts) -> Settings:
     """
     sequences, tokens = step_limits(settings, facts)
     usual = {"bucketing_policy": DEFAULT_POLICY, "block_size": facts.block_size} | dict(facts.defaults)
+    if (transfer := kv_transfer(settings)) is not None:
+        usual["kv_offloading_size"] = transfer.gib or TRANSFER_GIB
     more: dict[str, Any] = {name: value for name, value in usual.items() if getattr(settings, name) is None}
     return replace(settings, max_num_seqs=sequences, max_num_batched_tokens=tokens, **more)
 

@@ -135,6 +135,20 @@ class PrefixCache:
                 found[group, column] = block
         return missing
 
+    def lacking(self, sequence: Sequence, most: int) -> list[bytes]:
+        """Return the hashes of leading full blocks, at most ``most``, that neither the pool nor its tier has."""
+        tier, pool = self.pool.tier, self.pool
+        if not self.reads_for(sequence):
+            return []
+        columns = min(most, (len(sequence.tokens) - 1) // pool.block_size)
+        hashes = (self._block_hash(sequence, sequence.tokens, index) for index in range(columns))
+        return [each for each in hashes if pool.find(each) is None and (tier is None or each not in tier)]
+
+    @property
+    def contents(self) -> str:
+        """The key of the contents, beyond a request's tokens, salt, images and adapter."""
+        return self._contents.decode()
+
     def restore(self, sequence: Sequence) -> None:
         """Load blocks of a waiting sequence from the pool's tier.
 

@@ -111,7 +111,7 @@ class Whole(Struct, kw_only=True):
     usage: Usage | None = None
     service_tier: None = None
     system_fingerprint: None = None
-    kv_transfer_params: None = None
+    kv_transfer_params: dict[str, Any] | None = None
     ec_transfer_params: None = None
     metrics: None = None
 

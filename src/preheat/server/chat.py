@@ -21,6 +21,7 @@ from preheat.frontend.frontend import Frontend
 from preheat.frontend.messages_answer import MessagesAnswer
 from preheat.frontend.request_state import Choice, OutputDelta, RequestState
 from preheat.frontend.stream_parser import CallArguments, CallStart, Content, Part, Reasoning
+from preheat.server import kv_transfer
 from preheat.server.answers import (
     ChatChoice,
     ChatChunkChoice,
@@ -114,6 +115,7 @@ async def _prepared(request: Request, frontend: Frontend, body: ChatRequest) -> 
         request, frontend, talk, choice, params, cache_salt=body.cache_salt or "", priority=body.priority or 0,
         cap_length=body.max_tokens is None and body.max_completion_tokens is None,
     )  # fmt: skip
+    kv_transfer.attach(request, body, [state])
     as_searches(frontend, body, [state])
     return state, form
 
@@ -177,7 +179,10 @@ class _ChatWriter(CompletionsWriter):
 
     def whole(self) -> ChatCompletion:
         (state,) = self._states
-        answer = ChatCompletion(**self._fields, choices=[self._choice(c) for c in state.choices], usage=self.usage())
+        answer = ChatCompletion(
+            **self._fields, choices=[self._choice(c) for c in state.choices], usage=self.usage(),
+            kv_transfer_params=self.transfer(),
+        )  # fmt: skip
         if state.params.prompt_logprobs is not None:
             answer.prompt_logprobs = prompt_logprobs_of(state)
         if self._return_token_ids:

@@ -15,6 +15,7 @@ from preheat.frontend.frontend import Frontend
 from preheat.frontend.input_processor import recheck
 from preheat.frontend.prompt_embeds import Embedded
 from preheat.frontend.request_state import Choice, OutputDelta, RequestState
+from preheat.server import kv_transfer
 from preheat.server.answers import (
     Completion,
     CompletionChoice,
@@ -42,6 +43,7 @@ async def completions(request: Request) -> ASGIApp:
         request, prompts, params, add_special_tokens=special, cache_salt=body.cache_salt or "",
         priority=body.priority or 0, cap_length=capped,
     )  # fmt: skip
+    kv_transfer.attach(request, body, states)
     as_searches(frontend, body, states)
     return _CompletionWriter(request, body, states)
 
@@ -167,7 +169,7 @@ class _CompletionWriter(CompletionsWriter):
             for place, state in enumerate(self._states)
             for rank, choice in enumerate(_best(state, n))
         ]
-        return Completion(**self._fields, choices=choices, usage=self.usage())
+        return Completion(**self._fields, choices=choices, usage=self.usage(), kv_transfer_params=self.transfer())
 
     def values(self, state: RequestState) -> int:
         shown = len(state.prompt_ids) * state.params.n

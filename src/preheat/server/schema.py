@@ -163,6 +163,24 @@ class ResponseFormat(Struct, forbid_unknown_fields=True):
     format: dict[str, Any] | None = None
 
 
+@accepted("remote_block_ids remote_request_id tp_size pp_size remote_blocks_expiry_time")
+class KvTransferParams(Struct, forbid_unknown_fields=True):
+    """vLLM's parameters for prompts that one server reads and another one continues.
+
+    With ``do_remote_decode`` the answer has the parameters for the other server. With ``do_remote_prefill`` the blocks
+    of the first ``remote_num_tokens`` tokens are pulled from ``remote_host``. Blocks are found by hash, so ids of
+    blocks and requests change nothing.
+    """
+
+    do_remote_prefill: bool | None = None
+    do_remote_decode: bool | None = None
+    remote_engine_id: Name | None = None
+    remote_host: Annotated[str, Meta(min_length=1, max_length=255)] | None = None
+    remote_port: Annotated[int, Meta(ge=1, le=65535)] | None = None
+    remote_num_tokens: Annotated[int, Meta(ge=0)] | None = None
+    transfer_mode: Name | None = None
+
+
 _HINTS = typing.get_type_hints(SamplingParams)
 SAMPLING_HINTS = {name: _HINTS[name] for name, field in SAMPLING_FIELDS.items() if field.http}
 """The types of the sampling fields in request bodies, by field name."""
@@ -171,7 +189,7 @@ SAMPLING_HINTS = {name: _HINTS[name] for name, field in SAMPLING_FIELDS.items() 
 @with_fields({name: hint | None for name, hint in SAMPLING_HINTS.items()})
 @accepted("user metadata safety_identifier prompt_cache_key prompt_cache_retention session_id")
 @hinted("vllm_xargs guided_decoding_backend")
-@rejected("kv_transfer_params ec_transfer_params prompt_logprob_token_ids")
+@rejected("ec_transfer_params prompt_logprob_token_ids")
 class Sampling(ForModel, kw_only=True):
     """Fields common to completions and chat completions.
 
@@ -206,6 +224,7 @@ class Sampling(ForModel, kw_only=True):
     return_tokens_as_token_ids: bool | None = None
     stream_interval: Annotated[int, Meta(ge=1)] | None = None
     use_beam_search: bool | None = None
+    kv_transfer_params: KvTransferParams | None = None
 
 
 class CompletionRequest(Sampling, kw_only=True):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 from msgspec import Struct
@@ -19,6 +20,7 @@ from preheat.frontend.answer_format import AnswerFormat
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.server.answers import CompletionTokensDetails, PromptTokensDetails, Usage, encode
 from preheat.server.errors import error_body
+from preheat.server.kv_transfer import offered
 from preheat.server.middleware import request_id
 from preheat.server.params import TokenIds
 from preheat.server.running import RunningRequests
@@ -175,6 +177,7 @@ class CompletionsWriter(Writer):
     ) -> None:
         super().__init__(request, states, bool(body.stream))
         self._return_token_ids, self._format = body.return_token_ids, form
+        self.transfer = partial(offered, self._frontend, body, states)
         self._fields: dict[str, Any] = {
             "id": f"{self.prefix}-{request_id(request)}",
             "created": int(time.time()),

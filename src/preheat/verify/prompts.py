@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from preheat.core import Request, Resume, SamplingParams, Segment
+from preheat.core import BlockSource, Request, Resume, SamplingParams, Segment
 from preheat.errors import InvalidRequest
 from preheat.plan.sampler_settings import POOLER_SETTINGS, SAMPLER_SETTINGS
 
@@ -53,7 +53,8 @@ class Prompt:
     """``tokens`` and how to continue them.
 
     ``params`` have a seed and a length. ``salt`` is the prefix cache's, ``segments`` are the places of images,
-    ``lora_name`` is the adapter's. ``delivered`` is output that the request goes on behind.
+    ``lora_name`` is the adapter's. ``delivered`` is output that the request goes on behind. ``source`` is an engine
+    that has read the prompt.
     """
 
     tokens: list[int]
@@ -62,6 +63,7 @@ class Prompt:
     segments: tuple[Segment, ...] = ()
     lora_name: str = ""
     delivered: tuple[int, ...] = ()
+    source: BlockSource | None = None
 
     def request(self, id: int) -> Request:
         """Return the prompt as a request."""
@@ -72,7 +74,7 @@ class Prompt:
         return Request(
             id, self.tokens, params, params.seed, params.max_tokens, stop_ids=stop_ids, cache_salt=self.salt,
             segments=list(self.segments), lora_name=self.lora_name,
-            resume=Resume(list(self.delivered)) if self.delivered else None,
+            resume=Resume(list(self.delivered)) if self.delivered else None, source=self.source,
         )  # fmt: skip
 
 
