@@ -91,7 +91,7 @@ def test_errors_of_prompt_files_name_the_mistake(text, message):
         ("serve --gpu-mem 0.5", "write --gpu-memory-utilization"),
         ("serve --tp 2", "write --tensor-parallel-size"),
         ("serve -tp 3", "tensor_parallel_size must be 1, 2, 4 or 8"),
-        ("serve --kv-transfer-config {}", "one engine both reads prompts and decodes"),
+        ("serve --kv-transfer-config {}", "kv_transfer_config has no kv_role"),
         ("serve --stop x", "unknown argument --stop; --help lists all"),  # a flag of another command is no hint
         ("serve a b", "unexpected word 'b'"),
         ("--modle serve", "unknown argument --modle"),

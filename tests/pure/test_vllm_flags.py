@@ -300,7 +300,7 @@ def test_hints_are_for_typos_alone(name: str, hint: str) -> None:
     [
         ("VLLM_ATTENTION_BACKEND", "the plan chooses kernels"),
         ("VLLM_CPU_KVCACHE_SPACE", "use --kv-cache-memory-bytes"),
-        ("VLLM_NIXL_SIDE_CHANNEL_PORT", "one engine both reads prompts and decodes"),
+        ("VLLM_NIXL_ABORT_REQUEST_TIMEOUT", "--role alone divides the work, see docs/roles.md"),
         ("VLLM_ROCM_USE_AITER_MOE", "the plan chooses kernels"),
         ("VLLM_ALLOW_LONG_MAX_MODEL_LEN", "--hf-overrides"),
         ("VLLM_NEVER_HEARD_OF", "Unknown environment variable VLLM_NEVER_HEARD_OF is ignored"),

@@ -159,7 +159,7 @@ REFUSED: Mapping[str, str] = {
     "scales of the first pass differ from boot to boot: measure them with preheat calibrate": "--calculate-kv-scales",
     _HOST: """--cpu-offload-gb=0 --cpu-offload-params= --kv-offloading-backend=native --offload-backend=auto
         --offload-group-size=0 --offload-num-in-group= --offload-params= --offload-prefetch-step=""",
-    "one engine both reads prompts and decodes": """--ec-transfer-config= --ec-manager-config={}
+    "--role alone divides the work, see docs/roles.md": """--ec-transfer-config= --ec-manager-config={}
         --tokens-only --enable-scale-out""",
     _MIXED: """--long-prefill-token-threshold=0 --long-prefill-token-threshold-adaptive --max-long-partial-prefills=1
         --max-num-partial-prefills=1 --max-num-scheduled-tokens= --prefill-schedule-interval=1
