@@ -73,6 +73,10 @@ class Pages:
             whole = torch.empty(size[0], 3, *size[1:], dtype=self.cache.dtype, device=device)
             whole[:, 1] = self.cache
             self.cache = whole[:, 1]
+        self.lasts, self.slopes = (
+            shape.lasts(device),
+            shape.slopes(device),
+        )  # kernels read these before earlier ones end
         self.workspace = None
 
     def stored(self, qkv):
@@ -136,8 +140,8 @@ class Pages:
         key, value = self.shape.scales
         more = {"value_scale": value} if self.shape.stored else {}
         return self.shape.dim**-0.5 * key, more | {
-            "alibi": self.shape.slopes(self.device),
-            "sinks": self.shape.lasts(self.device),
+            "alibi": self.slopes,
+            "sinks": self.lasts,
         }
 
     def decode(self, work, split=SPLIT, config: AttentionConfig | None = None, spare=3):

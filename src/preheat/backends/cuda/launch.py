@@ -25,10 +25,10 @@ from triton.runtime.errors import TritonError
 from triton.runtime.jit import constexpr_function
 
 from preheat.backends.cuda.device import card_at
-from preheat.backends.cuda.triton_cache import keep_libraries
+from preheat.backends.cuda.launchers import load_alone
 from preheat.errors import KernelRefused
 
-keep_libraries()
+load_alone()
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run in Triton's interpreter, on tensors of the host."""
