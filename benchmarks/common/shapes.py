@@ -135,7 +135,7 @@ def named(shape: str, number_format: str | None, options: dict[str, Any]) -> str
 
     It has the shape, the formats of weights and cache other than the model's own, and the number of several ranks.
     """
-    kv, ranks = options.get("kv_cache_dtype", "auto"), options.get("tensor_parallel_size", 1)
+    kv, ranks = options.get("kv_cache_dtype", "auto"), int(options.get("tensor_parallel_size", 1))
     parts = [shape, *([number_format] if number_format else []), *([] if kv == "auto" else ["kv", kv])]
     return "_".join([*parts, *([] if ranks == 1 else [f"tp{ranks}"])])
 
