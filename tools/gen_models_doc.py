@@ -73,9 +73,32 @@ batches and preemption change no bit: `tests/cpu/test_delta.py`, `tests/cpu/test
 - They run on a CPU, in `--execution-mode eager`. Step 4 of the contract is a compiled function there.
 - A sequence has a state slot; all slots are counted in the memory before the KV cache. One sequence of Qwen3.5-35B-A3B
   takes 61 MiB, so `--max-num-seqs` decides much of the memory.
-- The prefix cache is off, because no state is kept at the ends of blocks yet. The boot says so.
+- More state slots hold the states that [hits and drafts](#kept-states) need.
 - Layers that draft (`mtp.*`) and encoders of images (`model.visual.*`) are not loaded. Images are refused.
 - [Combinations](combinations.md) lists the features that do not work with states yet, with the reasons.
+
+### Kept states
+
+A prompt can go on behind a prefix only from the state at the prefix's end. So states are kept at ends of blocks, in
+slots of their own, and a prefix is found up to the last block end with a kept state. A hit reads that slot and writes
+its own: nothing is copied, and the answer has the bits of an answer without hits. Keeping a state changes no step and
+preempts nothing; when slots are lacking, the oldest kept state is evicted.
+
+| `--mamba-cache-mode` | States are kept |
+| --- | --- |
+| `align`, the default | at a prompt's last block end, at an answer's last one, and where prompts branch off |
+| `all` | at each block end, as long as slots last |
+| `none` | never, so prefix caching is off |
+
+- A prompt that comes again is found up to its last block end, with blocks of any `--block-size`; so are an answer and
+  the next message of a chat. A beginning that prompts share is found from the third prompt on, in mode `all` from the
+  second.
+- `--mamba-block-size` keeps only ends at its multiples. `--max-kept-states` sets the number of slots. By default there
+  is one for each sequence, and one more for each draft token of a sequence.
+- Drafts ([speculation](speculation.md)) leave the state behind each draft in a slot, and the sequence goes on from the
+  slot behind the last accepted one. A row has fewer drafts when fewer slots are free. A state behind a rejected draft
+  is never read, and never filed.
+- The check at boot begins contexts from kept states, and computes over wrong drafts: `prefix hit` and `drafts`.
 
 Adding a family: [adding.md](adding.md#a-model-family).
 """

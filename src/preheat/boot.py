@@ -42,6 +42,7 @@ from preheat.kv_transfer.messages import Hello
 from preheat.kv_transfer.pulls import Pulls
 from preheat.kv_transfer.sends import Sends
 from preheat.kv_transfer.server import BlockServer
+from preheat.limits import check_ends
 from preheat.lora.boot import adapter_parts, open_adapters
 from preheat.model.eagle import LoadedHead
 from preheat.model.families import read_spec
@@ -63,6 +64,7 @@ from preheat.plan.step_times import StepTimes
 from preheat.plan.whole_texts import for_whole_texts
 from preheat.schedule.kv_events import KvEvents
 from preheat.schedule.scheduler import Scheduler
+from preheat.schedule.states import Ends
 from preheat.settings import Settings
 from preheat.transport import InlineTransport
 from preheat.utils.caches import cache_root
@@ -174,11 +176,13 @@ def _open_device(settings: Settings, backend: Backend) -> Device:
 
 
 def _for_model(settings: Settings, facts: Facts) -> Settings:
-    """Return the settings that the model needs: an encoder reads whole texts, and states are never reused."""
+    """Return the settings that the model needs: an encoder reads whole texts, and no prefix goes on without a state."""
     spec = stated_spec(settings, find_model(settings, with_weights=False))
-    if spec.has_states and settings.enable_prefix_caching:
-        logger.info("enable_prefix_caching is off: no layer's state is kept at the ends of blocks yet")
-        settings = replace(settings, enable_prefix_caching=False)
+    if spec.has_states:
+        check_ends(with_defaults(settings, facts))
+        if settings.mamba_cache_mode == "none" and settings.enable_prefix_caching:
+            logger.info("enable_prefix_caching is off: mamba_cache_mode none keeps no state at the ends of blocks")
+            settings = replace(settings, enable_prefix_caching=False)
     return for_whole_texts(settings, facts, spec.max_position_embeddings) if spec.encodes else settings
 
 
@@ -346,6 +350,7 @@ def _scheduler(settings: Settings, plan: Plan, model: LoadedModel) -> Scheduler:
         mixed_tokens=settings.max_num_mixed_tokens,
         padded=plan.padded,
         defrag_threshold=settings.defrag_threshold if plan.policy.compacts else None,
+        kept=Ends.of(settings),
         max_loras=settings.max_loras if settings.enable_lora else 0,
         head=partial(through, head, model.spec.hidden_size) if (head := model.weights.pooled_head) else None,
     )

@@ -823,6 +823,28 @@ class StepImages:
     spans: list[ImageSpan]
 
 
+class StepStates(NamedTuple):
+    """The state slots that the rows of a step read and write, in parts: int64 [parts] each.
+
+    A part is ``extend`` tokens of a ``row``, behind the row's earlier parts. It reads the state in slot ``read``, and
+    leaves the state behind its tokens in slot ``write``.
+    """
+
+    row: np.ndarray
+    extend: np.ndarray
+    read: np.ndarray
+    write: np.ndarray
+
+
+def own_states(slots: np.ndarray, extend: np.ndarray) -> StepStates:
+    """Return the parts of rows that each read and write the state slot of their own.
+
+    Row i computes ``extend[i]`` tokens of the sequence in ``slots[i]``. State slot 0 is for padding.
+    """
+    own = slots.astype(np.int64) + 1
+    return StepStates(np.arange(len(slots)), extend.astype(np.int64), own, own)
+
+
 @dataclass(slots=True)
 class Schedule:
     """The rows of one step.
@@ -848,6 +870,7 @@ class Schedule:
     images: StepImages | None = None  # None: no token of the step stands for an image
     loads: list[tuple[int, Any]] = field(default_factory=list)  # adapters to load before the step, each with its slot
     transfers: tuple[Transfer, ...] = ()  # copies between host and device before it
+    states: StepStates | None = None  # None: each row reads and writes its own state slot, if layers have states
     ends: np.ndarray = field(init=False)  # int32 [rows], the position after each row's last token
 
     def __post_init__(self) -> None:

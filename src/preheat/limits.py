@@ -21,7 +21,8 @@ class Limits:
     ``num_speculative_tokens`` draft tokens. An image, or a piece of a prompt's embeddings, takes ``image_tokens``
     positions of a prompt; 0 means that there are none. The last ``spare`` of ``max_model_len`` tokens are never
     computed. A block belongs to one of the ``groups`` of layers at a time; the first group is the one that keeps the
-    most. An engine that ``pools`` may read the state of each token of a step.
+    most. An engine that ``pools`` may read the state of each token of a step. ``states`` are state slots beside one of
+    each sequence, for a model with states: they hold states at the ends of blocks, and behind drafts.
     """
 
     max_model_len: int
@@ -35,6 +36,12 @@ class Limits:
     spare: int = 0
     groups: tuple[CacheGroup, ...] = WHOLE
     pools: bool = False
+    states: int = 0
+
+    @property
+    def state_slots(self) -> int:
+        """State slots of a model with states; the first one is for padding."""
+        return 1 + self.max_num_seqs + self.states
 
     @property
     def max_images(self) -> int:
@@ -83,6 +90,26 @@ class Limits:
         return min(self.max_num_seqs * (1 + self.num_speculative_tokens), tokens)
 
 
+def check_ends(settings: Settings) -> None:
+    """Raise SettingsError unless ``mamba_block_size`` is a whole number of blocks."""
+    every, size = settings.mamba_block_size, settings.block_size or 1
+    if every is not None and every % size:
+        raise SettingsError(
+            f"mamba_block_size {every} is no multiple of block_size {size}, and states are kept at the ends of blocks: "
+            f"write a multiple, or leave it out",
+            param="mamba_block_size",
+        )
+
+
+def more_states(settings: Settings) -> int:
+    """Return the state slots beside one of each sequence, for a model with states."""
+    drafts = 0 if settings.speculation is None else settings.speculation.tokens
+    needed = settings.enable_prefix_caching + drafts
+    if settings.max_kept_states is not None and needed:
+        return settings.max_kept_states
+    return needed * (settings.max_num_seqs or 0)
+
+
 def resolve_limits(
     settings: Settings,
     max_positions: int,
@@ -93,11 +120,13 @@ def resolve_limits(
     image_tokens: int = 0,
     spare: int = 0,
     groups: tuple[CacheGroup, ...] = WHOLE,
+    states: int = 0,
 ) -> Limits:
     """Resolve the limits of a model made for ``max_positions`` tokens.
 
     - ``block_bytes``: bytes of a block of its KV cache, for the layers of one group.
     - ``groups``: the groups of its layers.
+    - ``states``: state slots beside one of each sequence, see :func:`more_states`.
     - ``image_tokens``: positions of an image.
     - ``spare``: places behind the longest text, for a token that is never computed.
     - ``usable``: bytes of memory for the cache; None before it is known, when all sequences fit in full.
@@ -134,6 +163,7 @@ def resolve_limits(
         image_tokens=image_tokens or PIECE * settings.enable_prompt_embeds,
         spare=spare,
         groups=groups,
+        states=states,
     )
     most = sequences * limits.need(length, limits.in_flight) + 1
     blocks = _num_blocks(settings, most, block_bytes, usable=usable, default=cache_bytes, groups=len(groups))

@@ -215,6 +215,22 @@ class Settings:
         False, "Keep the keys and values of all layers as long as a full layer's, in layers with windows too."
     )
 
+    mamba_cache_mode: str = _memory(
+        "align",
+        "Ends of blocks with kept states, of a model with states: a prompt's last end, an answer's ends, and the end "
+        "of a prefix that prompts share (`align`), each end (`all`), or none (`none`: no prefix is found).",
+        choices=("none", "align", "all"),
+    )
+    mamba_block_size: int | None = _memory(
+        None, "Tokens between the ends with kept states; a multiple of `block_size`.", low=1, default_text="block_size"
+    )
+    max_kept_states: int | None = _memory(
+        None,
+        "State slots for kept states and for drafts, of a model with states.",
+        low=1,
+        default_text="max_num_seqs, and as many again for each draft token",
+    )
+
     kv_offloading_size: float | None = _memory(
         None, "Host memory in GiB for blocks that the prefix cache evicts: see docs/kv-offload.md.", low=0.000001
     )

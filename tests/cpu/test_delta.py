@@ -177,6 +177,25 @@ def test_a_row_may_read_one_slot_and_write_another():
     assert torch.equal(states.matrix[1], kept.matrix[1])
 
 
+@pytest.mark.parametrize("rule", [delta_rule, compiled()], ids=["reference", "compiled"])
+def test_a_row_may_leave_the_states_behind_several_tokens(rule):
+    """Each slot has the state of a row that ends there, beside a row that begins, and outputs do not change."""
+    (right,), cuts = run([[(0, LENGTHS[0])]], fresh_states()), (3, 1, 14, 5)
+    row, extend = np.array([0, 0, 0, 0, 1]), np.array([*cuts, LENGTHS[2]])
+    write = np.array([4, 2, 5, 1, 3])
+    rows = DeltaRows(np.array([1, 4, 2, 5, 0]), write, extend, VALUE.taps, CPU, row=row)
+    states = DeltaStates.of(VALUE, 6, torch.float32, CPU)
+    states.matrix.fill_(float("nan"))
+    x, begins = torch.cat((random_texts()[0], random_texts()[2])), torch.tensor([True, False, False, False, True])
+    out = rule(x, begins, rows, WEIGHTS, states)
+    assert torch.equal(out[: LENGTHS[0]], right)
+    for end, slot in zip(np.cumsum(cuts).tolist(), write, strict=False):
+        alone = fresh_states()
+        run([[(0, end)]], alone)
+        assert torch.equal(states.matrix[slot], alone.matrix[1])
+        assert torch.equal(states.window[slot], alone.window[1])
+
+
 def chunkwise(x: Tensor, begins: Tensor, rows: DeltaRows, weights: DeltaWeights, states: DeltaStates) -> Tensor:
     """The recurrence for decoding, and transformers' chunkwise form for prompts."""
     from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule

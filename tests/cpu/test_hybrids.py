@@ -11,14 +11,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from preheat import LLM, SamplingParams
+from preheat import LLM, BeamSearchParams, SamplingParams
 from preheat.errors import ModelError, NotInvariant, SettingsError
 from preheat.execution import mixers
+from preheat.execution.build import Assembly, build
 from preheat.model.families import read_spec
 from preheat.model.files import read_config
+from preheat.model.loader import load_model
 from preheat.ops.delta import DeltaRows
 from preheat.verify.boot import BootCheck
 from preheat.verify.check_runner import CheckRunner
+from preheat.verify.kept_states import KeptStates
 from preheat.warmup.record import Record
 from tests.cpu.checkpoints import MODELS, save_checkpoint, save_qwen3_5_with_images
 from tests.cpu.test_model_families import error_at_each_position, logits_of, open_decoder, random_tokens
@@ -46,10 +49,16 @@ def prompts() -> list[list[int]]:
     return [random_tokens(length).tolist() for length in LENGTHS]
 
 
-def answers(llm: LLM, asked: Sequence[list[int]], count: int = 12) -> list[tuple[list[int], list[float]]]:
-    params = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=0)
-    outputs = llm.generate([{"prompt_token_ids": each} for each in asked], params, use_tqdm=False)
-    choices = [output.outputs[0] for output in outputs]
+Answer = tuple[list[int], list[float]]
+
+
+def outputs(llm: LLM, asked: Sequence[list[int]], count: int = 12, **params: Any) -> list[Any]:
+    params = {"temperature": 0, "max_tokens": count, "ignore_eos": True, "logprobs": 0} | params
+    return llm.generate([{"prompt_token_ids": each} for each in asked], SamplingParams(**params), use_tqdm=False)
+
+
+def answers(llm: LLM, asked: Sequence[list[int]], count: int = 12, **params: Any) -> list[Answer]:
+    choices = [choice for output in outputs(llm, asked, count, **params) for choice in output.outputs]
     found = []
     for each in choices:
         entries = zip(each.token_ids, each.logprobs or (), strict=True)
@@ -68,9 +77,14 @@ def test_greedy_text_is_the_text_of_transformers(checkpoint, llm):
     assert not differ or differ[0] > 150
 
 
+def cold(llm: LLM, asked: Sequence[list[int]], count: int = 12, **params: Any) -> list[Answer]:
+    """Return the answers to prompts that run alone and find no prefix."""
+    return [one for each in asked for one in answers(llm, [each], count, skip_reading_prefix_cache=True, **params)]
+
+
 @pytest.fixture(scope="module")
-def right(llm) -> list[tuple[list[int], list[float]]]:
-    return [answers(llm, [each])[0] for each in prompts()]
+def right(llm) -> list[Answer]:
+    return cold(llm, prompts())
 
 
 def test_the_same_bits_together_and_again(llm, right):
@@ -88,9 +102,60 @@ def test_the_same_bits_after_preemption(checkpoint, llm):
     """A preempted sequence takes another slot, and begins anew at position 0."""
     few = LLM(str(checkpoint[0]), **OPTIONS | {"num_gpu_blocks_override": 9, "max_model_len": 128})
     asked = [each for each in prompts() if len(each) < 40]
-    assert answers(few, asked, 40) == answers(llm, asked, 40)
+    assert answers(few, asked, 40) == cold(llm, asked, 40)
     assert few.loop.scheduler.stats().preemptions > 0
     few.loop.scheduler.check()
+
+
+SIZE = OPTIONS["block_size"]
+
+
+def grown() -> list[list[int]]:
+    """Return prompts that end beside blocks, then two longer ones, and one that branches off."""
+    text = random_tokens(90).tolist()
+    lengths = (SIZE - 1, SIZE, SIZE + 1, 2 * SIZE, 2 * SIZE + 1, 5 * SIZE)
+    return [*(text[:length] for length in lengths), [*text[:SIZE], 5, 6], [*text[:80], 5, 6], [*text[:70], *text[:20]]]
+
+
+def test_hits_at_each_blocks_end_have_the_same_bits(llm):
+    """Short prefixes are found, and prompts that are a whole number of blocks (vllm#51250, sglang#22819)."""
+    found = []
+    for prompt in grown():
+        (without,) = cold(llm, [prompt], 3)
+        assert answers(llm, [prompt], 3) == [without]
+        found.append(outputs(llm, [prompt], 3)[0].num_cached_tokens)
+    assert found == [(len(prompt) - 1) // SIZE * SIZE for prompt in grown()]
+    llm.loop.scheduler.check()
+
+
+@pytest.fixture(scope="module")
+def wanted(llm) -> list[Answer]:
+    return cold(llm, grown()[2::3], n=2)
+
+
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 3}
+HARD = {
+    "preempted": {"max_num_batched_tokens": 7, "mamba_cache_mode": "all", "max_kept_states": 3, "max_model_len": 128,
+                  "num_gpu_blocks_override": 10},
+    "drafts": {"speculative_config": SUFFIX, "max_model_len": 128},
+    "few drafts": {"speculative_config": SUFFIX, "max_kept_states": 2, "mamba_block_size": 2 * SIZE},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("options", HARD.values(), ids=HARD.keys())
+def test_the_same_bits_with_hits_and_drafts(checkpoint, llm, wanted, options):
+    """Hits, drafts that past answers give, several choices and beams (vllm#47194)."""
+    asked, other = grown()[2::3], LLM(str(checkpoint[0]), **OPTIONS | options)
+    for _ in range(2):
+        assert answers(other, asked, n=2) == wanted
+    params = BeamSearchParams(beam_width=2, max_tokens=4)
+    beams = [repr(engine.beam_search([{"prompt_token_ids": asked[0]}], params)) for engine in (llm, other)]
+    assert beams[0] == beams[1]
+    stats = other.loop.scheduler.stats()
+    assert stats.prefix_hits > 0 or options.get("max_kept_states") == 2  # drafts take both slots
+    assert stats.accepted_tokens > 0 or "speculative_config" not in options
+    assert stats.preemptions > 0 or "num_gpu_blocks_override" not in options
+    other.loop.scheduler.check()
 
 
 def check_of(llm: LLM) -> BootCheck:
@@ -100,7 +165,7 @@ def check_of(llm: LLM) -> BootCheck:
     return BootCheck(runner, record, loop.executor.backend.facts, loop.grammars)
 
 
-CHECKS = ("states", "chunked", "decode", "co-batched", "poisoned", "compaction")
+CHECKS = ("states", "chunked", "prefix hit", "decode", "co-batched", "poisoned", "compaction")
 
 
 def test_each_check_at_boot_passes(llm):
@@ -108,6 +173,39 @@ def test_each_check_at_boot_passes(llm):
     for name in CHECKS:
         check.run(name)
     assert llm.loop.scheduler.slots.num_free == OPTIONS["max_num_seqs"]
+
+
+def test_the_checks_of_drafts_and_hits_see_a_fault(checkpoint, monkeypatch):
+    """Control: drafts' states stay, and a kept state is rounded to bfloat16 or has a late window."""
+    speculating = LLM(str(checkpoint[0]), **OPTIONS | {"speculative_config": SUFFIX})
+    check, plain = check_of(speculating), mixers.delta_rule
+    check.begin()
+    check.run("drafts")
+
+    def of_kept(change: Callable[[Tensor, Tensor], object]) -> Callable[..., Tensor]:
+        def rule(x: Tensor, begins: Tensor, rows: DeltaRows, weights: Any, states: Any, **how: Any) -> Tensor:
+            out = plain(x, begins, rows, weights, states, **how)
+            for slot in rows.write[rows.write > OPTIONS["max_num_seqs"]].tolist():
+                change(states.matrix[slot], states.window[slot])
+            return out
+
+        return rule
+
+    forget = KeptStates.forget
+    faults = {
+        "drafts": lambda patch: patch.setattr(KeptStates, "forget", lambda self, slot, _: forget(self, slot, -1)),
+        "prefix hit": lambda patch: patch.setattr(
+            mixers, "delta_rule", of_kept(lambda matrix, window: matrix.copy_(matrix.bfloat16()))
+        ),
+        "prefix hit ": lambda patch: patch.setattr(
+            mixers, "delta_rule", of_kept(lambda matrix, window: window.copy_(window.roll(1, 0)))
+        ),
+    }
+    for name, fault in faults.items():
+        with monkeypatch.context() as patch:
+            fault(patch)
+            with pytest.raises(NotInvariant):
+                check.run(name.strip())
 
 
 def a_neighbors_slot(rows: DeltaRows) -> None:
@@ -183,8 +281,12 @@ def test_what_does_not_work_with_states_is_refused(checkpoint):
 
 
 def test_memory_of_states_is_counted(llm):
-    """A slot beyond all others is for padding."""
+    """A slot is for padding, one for each sequence, and as many are for kept states."""
     spec, executor = llm.loop.executor.decoder.spec, llm.loop.executor
     held = sum(each.matrix.nbytes + each.window.nbytes for each in executor.attention.states)
-    assert held == (OPTIONS["max_num_seqs"] + 1) * spec.state_bytes(4)
+    assert held == (1 + 2 * OPTIONS["max_num_seqs"]) * spec.state_bytes(4)
+    model = load_model(llm.settings, executor.backend)
+    how = Assembly("eager", num_blocks=2)  # of the profiling run: it must not count the states, too
+    _, small = build(llm.settings, executor.backend, model, llm.loop.packer.plan, llm.loop.scheduler.slots, how=how)
+    assert sum(each.matrix.nbytes + each.window.nbytes for each in small.attention.states) == spec.state_bytes(4)
     assert executor.cache.data.shape[0] == 1 and np.prod(executor.cache.data.shape[1:]) > 0

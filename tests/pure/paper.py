@@ -4,7 +4,8 @@ Each place of the paper cache holds the identity of a whole prefix: a hash of th
 including that position. A row may only read places that hold exactly its own prefix. So wrong sharing, use after free,
 stale hits and lost writes are all caught at the moment of the read. The next token is a function of the last identity,
 so a request's output is known without running anything. Each cache group has places of its own, which also hold the
-number of the group. A group with a window reads the places in the window of the row's first token, and later ones.
+number of the group. A group with a window reads the places in the window of the row's first token, and later ones. A
+state slot holds the identity of the last token before it.
 
 The device is as late as it may be: a step runs when the loop waits for it or for a later one, in the order of launches.
 It knows only the data of a step at its launch, and the token that it drew last for each slot.
@@ -34,6 +35,7 @@ from preheat.core import (
     StepResult,
     Swaps,
     TokenLogprobs,
+    own_states,
 )
 from preheat.engine.loop import Loop
 from preheat.limits import Limits
@@ -153,6 +155,7 @@ class PaperRow:
     logprobs: bool
     successors: list[int] | None  # of its prompt tokens, where their logprobs are wanted
     spans: list[ImageSpan]
+    states: list[list[int]]  # tokens, and the state slots to read and to write, of each part
 
 
 @dataclass
@@ -180,6 +183,7 @@ class PaperDevice:
     def __init__(self, scheduler: Scheduler) -> None:
         self.scheduler, self.slots = scheduler, scheduler.slots
         self.cache: dict[tuple[int, int], int] = {}
+        self.states: dict[int, int | None] = {}
         self.queue: list[PaperStep] = []
         self.last_token: dict[int, int] = {}
         self.images: dict[int, bytes] = {}  # the image of the embeddings at each place
@@ -227,9 +231,11 @@ class PaperDevice:
         successors = slots.tokens[slot, first + 1 : min(end + 1, slots.prompt_len[slot])].tolist()
         known = [*with_images(owner, slots.tokens[slot, :first].tolist()), *slots.tokens[slot, first:end].tolist()]
         spans = [span for span in schedule.images.spans if span.row == row] if schedule.images else []
+        states = schedule.states or own_states(schedule.slots, schedule.extend)
+        parts = np.stack(states[1:], 1)[states.row == row].tolist() if self.scheduler.limits.states else []
         return PaperRow(
             slot, owner, places, reads_from, known, first, int(schedule.num_sampled[row]),
-            slots.logprobs[slot] != NO_LOGPROBS, successors if wanted else None, spans,
+            slots.logprobs[slot] != NO_LOGPROBS, successors if wanted else None, spans, parts,
         )  # fmt: skip
 
     def _run(self, step: PaperStep) -> StepResult:
@@ -248,6 +254,7 @@ class PaperDevice:
             known[at] = identities(row.owner.cache_salt, row.tokens)
             for group, places in enumerate(row.places):
                 self.cache |= dict(zip(places[row.first :], held(group, known[at][row.first :]), strict=True))
+        self._move_states(step.rows, known)
         result, tokens = StepResult(np.empty(0)), []
         for at, row in enumerate(step.rows):
             ids = known.get(at)
@@ -264,6 +271,24 @@ class PaperDevice:
                 self.last_token[row.slot] = tokens[-1]
         result.tokens = np.array(tokens, np.int32)
         return result
+
+    def _move_states(self, rows: list[PaperRow], known: dict[int, list[int]]) -> None:
+        """Read and write the states of a step: rows read first, and no row sees a slot of another one."""
+        reads = {row.states[0][1]: at for at, row in enumerate(rows) if row.states and row.first}
+        writes = [(part[2], at) for at, row in enumerate(rows) for part in row.states]
+        if len({slot for slot, _ in writes}) < len(writes) or any(reads.get(slot, at) != at for slot, at in writes):
+            raise WrongCache("two rows meet in a state slot")
+        for at, row in enumerate(rows):
+            ids = known.get(at)
+            if row.states and row.first and ids and self.states.get(row.states[0][1]) != ids[row.first - 1]:
+                raise WrongCache("a row reads a state that is not its own")
+        for at, row in enumerate(rows):
+            ids, end, before = known.get(at), row.first, None
+            for count, read, write in row.states:
+                assert before in (None, read), "a part reads the state that the part before it wrote"
+                end, before = end + count, write
+                self.states[write] = ids[end - 1] if ids else None
+            assert not row.states or end == len(row.tokens)
 
     def _report(self, result: StepResult, at: int, row: PaperRow, ids: list[int], place: int) -> None:
         if row.successors is not None:
@@ -352,6 +377,7 @@ class Harness:
         self.outcomes: dict[int, Outcome] = defaultdict(Outcome)
         self.cancelled: set[int] = set()
         self.promised: dict[bytes, list[int | None]] = {}
+        self.filed: dict[bytes, int] = {}  # the state of each hash
         self.steps = 0
 
     def add(self, *requests: Request) -> None:
@@ -488,6 +514,10 @@ class Harness:
             if None in ids or self.promised.get(known, ids) != ids:
                 raise WrongCache("a block is published that does not hold what its hash says")
         self.promised = content
+        for known, block in pool.states._block_of.items() if pool.states else ():
+            state = self.device.states.get(self.scheduler.limits.max_num_seqs + block)
+            if state is None or {state} != {self.filed.setdefault(known, state), content.get(known, [state])[-1]}:
+                raise WrongCache("a state is filed under a hash that is not its own")
 
     def _hear(self, delta: Delta) -> None:
         for number, cached in delta.started.items():

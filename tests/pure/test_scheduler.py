@@ -23,6 +23,7 @@ from preheat.schedule.blocks import BlockPool
 from preheat.schedule.prefix import PrefixCache
 from preheat.schedule.scheduler import Scheduler, unpadded
 from preheat.schedule.sequence import Sequence
+from preheat.schedule.states import NO_ENDS, Ends
 from preheat.schedule.waiting import WaitingQueue
 from tests.pure.paper import Harness, Scripted, WrongCache, limits, reference, request
 
@@ -57,6 +58,7 @@ class Anything(RuleBasedStateMachine):
         mixed = data.draw(st.booleans())
         most = data.draw(st.sampled_from([0, 0, 1, 4])) if mixed else 0
         groups = data.draw(st.sampled_from(GROUPS)) if chunked else WHOLE
+        states = data.draw(st.sampled_from([0, 1, 2, 6])) if groups == WHOLE else 0
         need = sum(group.columns(length, size, 1) for group in groups)
         self.harness = Harness(
             limits(
@@ -67,7 +69,9 @@ class Anything(RuleBasedStateMachine):
                 block_size=size,
                 num_blocks=1 + need + data.draw(st.integers(0, 12 * len(groups))),
                 groups=groups,
+                states=states,
             ),
+            kept=data.draw(st.sampled_from([NO_ENDS, Ends(size), Ends(2 * size), Ends(size, each=True)])),
             enable_prefix_caching=data.draw(st.booleans()),
             enable_chunked_prefill=chunked,
             mixed_steps=mixed,

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
     from preheat.backends.cold import Watched
     from preheat.backends.rendezvous import Rendezvous
-    from preheat.core import Level
+    from preheat.core import Level, StepStates
     from preheat.ops.delta import Recur
     from preheat.ops.matmul import LowRankPair
     from preheat.ops.quantization import QuantizedRows, QuantizedWeight
@@ -455,7 +455,8 @@ class StepRows:
 
     Row i computes ``extend[i]`` tokens, from position ``first[i]`` on, of the sequence in slot ``slots[i]``. ``ends``
     int64 counts the step's tokens up to each row's last. The first ``num_decode`` rows decode, one token each. The step
-    is padded to ``tokens``, and belongs to a program of ``width``, see :class:`StepInputs`.
+    is padded to ``tokens``, and belongs to a program of ``width``, see :class:`StepInputs`. ``states`` are the state
+    slots that the rows use, None if each row uses its own.
     """
 
     slots: np.ndarray
@@ -465,6 +466,7 @@ class StepRows:
     num_decode: int
     tokens: int
     width: int = 0
+    states: StepStates | None = None
 
 
 @dataclass(slots=True)

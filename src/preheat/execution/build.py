@@ -75,7 +75,8 @@ def _tower(settings: Settings, model: LoadedModel, dtype: torch.dtype) -> Tower 
 class Assembly(NamedTuple):
     """How an engine is built of its model, in a mode.
 
-    ``store`` keeps compiled code. ``num_blocks`` replaces the plan's number of blocks. ``masked``: rows may have a
+    ``store`` keeps compiled code. ``num_blocks`` replaces the plan's number of blocks, and there is one state slot.
+    ``masked``: rows may have a
     grammar.
     """
 
@@ -117,7 +118,8 @@ def build(
         attention = decoder.functions.attention
     if spec.has_states:
         with nullcontext() if num_blocks is not None else sleepable(settings, backend, CACHE):
-            attention = Mixers(attention, decoder, limits.max_num_seqs, model.dtype, backend)
+            state_slots = 1 if num_blocks is not None else limits.state_slots
+            attention = Mixers(attention, decoder, state_slots, model.dtype, backend)
     buffers = StepBuffers(limits, attention, backend)
     if spec.head is None:
         sampler = Pooler(backend, limits, spec.hidden_size, model.dtype)

@@ -240,10 +240,12 @@ class Packer:
         """
         kept, first = self._work, int(schedule.first[0])
         same = kept is not None and kept.rows is rows and kept.bucket == bucket and first <= kept.until
+        same = same and schedule.states is None
         if kept is not None and same and kept.work.table_writes in (-1, self.slots.table_writes):
             return kept
         step = StepRows(
-            schedule.slots, schedule.first, schedule.extend, rows.ends, schedule.num_decode, layout.tokens, bucket.width
+            schedule.slots, schedule.first, schedule.extend, rows.ends, schedule.num_decode, layout.tokens,
+            bucket.width, schedule.states,
         )  # fmt: skip
         work = self.buffers.attention.plan(step, self.slots)
         pieces = layout.pieces([len(entries) for entries in work.lists])

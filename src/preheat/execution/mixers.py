@@ -1,9 +1,9 @@
 """The mixers of a model with states: a recurrence in some layers, attention in the others.
 
-A sequence's state lies in the state slot with the number of the sequence's slot. The slot beyond all others is unused.
-A sequence that begins at position 0 reads a zero state, whatever its slot holds, so nothing is cleared when a sequence
-ends, is aborted or is preempted. Steps run in order, so a slot that changes hands is written by its old sequence before
-the new one begins.
+A step names the state slots that its rows read and write, see :mod:`preheat.schedule.states`. Without names each row
+uses the state slot of its sequence's slot. A sequence that begins at position 0 reads a zero state, whatever its slot
+holds, so nothing is cleared when a sequence ends, is aborted or is preempted. Steps run in order, so a slot that
+changes hands is written by its old sequence before the new one begins.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from dataclasses import dataclass
 from functools import cache
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from preheat.backends.base import Attend, Attention, AttentionWork, Backend, BlockTables, StepInputs, StepRows
+from preheat.core import own_states
 from preheat.model.decoder import Decoder
 from preheat.model.layers import RecurrenceWeights
 from preheat.model.recurrence_specs import DeltaSpec
@@ -48,19 +50,20 @@ class _Attention(NamedTuple):
 class Mixers:
     """``attention`` for the layers of ``decoder`` that have keys, and a recurrence for the others.
 
-    There are states for ``sequences`` sequences, in the model's ``dtype`` where the contract says so.
+    There are ``slots`` state slots, in the model's ``dtype`` where the contract says so. Slot 0 is for padding. Where
+    there is no other slot, dummy steps use this one.
     """
 
     def __init__(
-        self, attention: Attention, decoder: Decoder, sequences: int, dtype: torch.dtype, backend: Backend
+        self, attention: Attention, decoder: Decoder, slots: int, dtype: torch.dtype, backend: Backend
     ) -> None:
-        self.attention = attention
+        self.attention, self._last = attention, slots - 1
         self._layers: list[_Recurrence | _Attention] = []
         self._device, number, made = backend.device, 0, cache(backend.recur)
         for spec, layer in zip(decoder.spec.layers, decoder.weights.layers, strict=True):
             own, weights = spec.attention, layer.attention
             if isinstance(own, DeltaSpec) and isinstance(weights, RecurrenceWeights):
-                states = DeltaStates.of(own.value, sequences + 1, dtype, self._device)
+                states = DeltaStates.of(own.value, slots, dtype, self._device)
                 self._layers.append(_Recurrence(weights.delta, states, made(own.value)))
             elif isinstance(own, AttentionSpec):
                 heads = own.num_heads + 2 * own.num_kv_heads
@@ -79,10 +82,15 @@ class Mixers:
         return self.attention.list_sizes(tokens, rows, width=width)
 
     def plan(self, step: StepRows, tables: BlockTables) -> MixerWork:
-        """Plan attention's work and the recurrences' rows, which do not change while the rows decode."""
-        own = self.attention.plan(step, tables)
-        rows = DeltaRows(step.slots, step.slots, step.extend, self._taps, self._device)
-        return MixerWork(own.lists, own.steady, own.table_writes, own, rows)
+        """Plan attention's work and the recurrences' rows.
+
+        They do not change while the rows decode in their own state slots.
+        """
+        own, states = self.attention.plan(step, tables), step.states or own_states(step.slots, step.extend)
+        read, write = (np.minimum(each, self._last) for each in (states.read, states.write))
+        rows = DeltaRows(read, write, states.extend, self._taps, self._device, row=states.row)
+        steady = own.steady if step.states is None else -1
+        return MixerWork(own.lists, steady, own.table_writes, own, rows)
 
     def write(self, turn: int, tables: BlockTables) -> None:
         self.attention.write(turn, tables)

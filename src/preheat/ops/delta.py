@@ -25,7 +25,7 @@ No step mixes tokens, sequences or columns of S, but for the stated sums. So a r
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -78,50 +78,61 @@ class DeltaStates:
 
 
 class DeltaRows:
-    """The rows of a step, for all layers.
+    """The rows of a step, for all layers, in parts.
 
-    Row i computes ``extend[i]`` >= 1 tokens of the sequence with state slot ``read[i]``, and leaves its state in slot
-    ``write[i]``. The tokens of a row are neighbors, and rows follow one another. No slot is written by two rows, or
-    written by one and read by another.
+    Part i computes ``extend[i]`` >= 1 tokens of the sequence with the state in slot ``read[i]``, and leaves the state
+    behind them in slot ``write[i]``. A row is one part, unless ``row`` numbers the rows of the parts: each further part
+    of a row reads the slot that the part before it wrote. So a row can leave the states behind several of its tokens.
+    Tokens of a row are neighbors, and rows follow one another. No slot is written twice, or written by one row and read
+    by another.
     """
 
     def __init__(
-        self, read: np.ndarray, write: np.ndarray, extend: np.ndarray, taps: int, device: torch.device
+        self,
+        read: np.ndarray,
+        write: np.ndarray,
+        extend: np.ndarray,
+        taps: int,
+        device: torch.device,
+        *,
+        row: np.ndarray | None = None,
     ) -> None:
-        rows, kept = len(extend), taps - 1
+        parts, kept = np.arange(len(extend)), taps - 1
         ends = extend.astype(np.int64).cumsum()
         starts = ends - extend
-        self.count = int(ends[-1]) if rows else 0
+        head = parts if row is None else np.searchsorted(row, row)  # the first part of each part's row
+        self.count = int(ends[-1]) if len(parts) else 0
         self.read, self.write, self.first, self.extend = (
             torch.from_numpy(each.astype(np.int64)).to(device) for each in (read, write, starts, extend)
         )
-        row = np.repeat(np.arange(rows), extend)
-        place = np.arange(self.count) - starts[row]
-        inputs = _inputs(row, place, starts, kept, taps)
-        last = np.arange(rows)
-        windows = _inputs(last, extend.astype(np.int64), starts, kept, kept + 1)[:, :kept]
+        self._turns = torch.from_numpy(parts - head)  # a part waits for the turns of its row's earlier parts
+        heads = np.repeat(head, extend)
+        inputs = _inputs(heads, np.arange(self.count) - starts[heads], starts, kept, taps)
+        windows = _inputs(head, ends - starts[head], starts, kept, kept + 1)[:, :kept]
         self.inputs, self.windows = (torch.from_numpy(each).to(device) for each in (inputs, windows))
 
-    def steps(self) -> tuple[Tensor, list[Tensor]]:
-        """Return the rows from the longest on, and for each place in a row the tokens there, in the order of the rows.
+    def steps(self) -> Iterator[tuple[Tensor, list[Tensor]]]:
+        """Yield for each turn its parts from the longest on, and for each place in a part the tokens there.
 
-        All are int64.
+        All are int64; tokens are in the order of the parts.
         """
-        order = self.extend.argsort(descending=True, stable=True)
-        extend, first = self.extend[order], self.first[order]
-        counts = (int((extend > step).sum()) for step in range(int(self.extend.max())))
-        return order, [first[:count] + step for step, count in enumerate(counts)]
+        for turn in range(int(self._turns.max()) + 1):
+            own = (self._turns == turn).nonzero()[:, 0].to(self.extend.device)
+            order = own[self.extend[own].argsort(descending=True, stable=True)]
+            extend, first = self.extend[order], self.first[order]
+            counts = (int((extend > step).sum()) for step in range(int(extend.max())))
+            yield order, [first[:count] + step for step, count in enumerate(counts)]
 
 
-def _inputs(row: np.ndarray, place: np.ndarray, starts: np.ndarray, kept: int, taps: int) -> np.ndarray:
-    """Return where the inputs of a convolution lie: int64 [len(row), taps], the oldest first.
+def _inputs(head: np.ndarray, place: np.ndarray, starts: np.ndarray, kept: int, taps: int) -> np.ndarray:
+    """Return where the inputs of a convolution lie: int64 [len(head), taps], the oldest first.
 
-    The window of each row comes first, ``kept`` inputs each, then the tokens of the step. A convolution belongs to the
-    token ``place`` of its ``row``.
+    The window of each part comes first, ``kept`` inputs each, then the tokens of the step. A convolution belongs to the
+    token ``place`` of the row that begins with the part ``head``.
     """
     at = place[:, None] - kept + np.arange(taps)
-    own = len(starts) * kept + starts[row][:, None] + at
-    found: np.ndarray = np.where(at >= 0, own, row[:, None] * kept + kept + at)
+    own = len(starts) * kept + starts[head][:, None] + at
+    found: np.ndarray = np.where(at >= 0, own, head[:, None] * kept + kept + at)
     return found
 
 
@@ -143,7 +154,7 @@ def silu(x: Tensor) -> Tensor:
 def convolved(history: Tensor, rows: DeltaRows, taps: Tensor) -> Tensor:
     """Return the convolution of each token in fp32 [tokens, channels], with its activation.
 
-    ``history`` [inputs, channels] has the taps - 1 inputs before each row, then the inputs of the step's tokens.
+    ``history`` [inputs, channels] has the taps - 1 inputs before each part, then the inputs of the step's tokens.
     """
     found = history.index_select(0, rows.inputs[:, 0]).float() * taps[:, 0]
     for tap in range(1, taps.shape[1]):
@@ -184,23 +195,23 @@ Recur = Callable[[Heads, Tensor, DeltaRows, Tensor], Tensor]
 def recur(heads: Heads, matrix: Tensor, rows: DeltaRows, begins: Tensor) -> Tensor:
     """Run step 4 of the contract for all tokens: return out fp32 [tokens, value heads, value dim].
 
-    ``matrix`` [slots, value heads, key dim, value dim] is updated in place. Rows that ``begins`` bool [rows] names read
-    zeros.
+    ``matrix`` [slots, value heads, key dim, value dim] is updated in place. Parts that ``begins`` bool [parts] names
+    read zeros.
     """
     q, k, v, decay, beta = heads
     share, out = v.shape[1] // k.shape[1], torch.empty_like(v)
     both = tree(k * q, -1).repeat_interleave(share, 1)
-    order, steps = rows.steps()
-    states = matrix.index_select(0, rows.read[order]).masked_fill_(begins[order][:, None, None, None], 0)
-    for at in steps:
-        state = states[: len(at)]
-        key, query = (x.index_select(0, at).repeat_interleave(share, 1).unsqueeze(-1) for x in (k, q))
-        state.mul_(decay.index_select(0, at)[:, :, None, None])
-        seen = tree(torch.stack((state * key, state * query)), -2)
-        delta = (v.index_select(0, at) - seen[0]) * beta.index_select(0, at).unsqueeze(-1)
-        state.add_(key * delta.unsqueeze(-2))
-        out.index_copy_(0, at, seen[1] + both.index_select(0, at).unsqueeze(-1) * delta)
-    matrix.index_copy_(0, rows.write[order], states)
+    for order, steps in rows.steps():
+        states = matrix.index_select(0, rows.read[order]).masked_fill_(begins[order][:, None, None, None], 0)
+        for at in steps:
+            state = states[: len(at)]
+            key, query = (x.index_select(0, at).repeat_interleave(share, 1).unsqueeze(-1) for x in (k, q))
+            state.mul_(decay.index_select(0, at)[:, :, None, None])
+            seen = tree(torch.stack((state * key, state * query)), -2)
+            delta = (v.index_select(0, at) - seen[0]) * beta.index_select(0, at).unsqueeze(-1)
+            state.add_(key * delta.unsqueeze(-2))
+            out.index_copy_(0, at, seen[1] + both.index_select(0, at).unsqueeze(-1) * delta)
+        matrix.index_copy_(0, rows.write[order], states)
     return out
 
 
@@ -210,8 +221,8 @@ def delta_rule(
     """Return the layer's output [tokens, value heads * value dim] of the model's dtype, and move the states on.
 
     ``x`` [tokens, inputs] are queries, keys, values, gates, betas and decays, side by side; padding may follow the
-    tokens of the ``rows``. ``begins`` bool [rows]: the row begins its sequence, so its state is zero whatever its slot
-    holds. ``by`` runs step 4.
+    tokens of the ``rows``. ``begins`` bool [parts]: the part begins its sequence, so its state is zero whatever its
+    slot holds. ``by`` runs step 4.
     """
     value, x = weights.value, x[: rows.count]
     mixed, z, b, a = x.split_with_sizes([value.channels, value.value_size, value.value_heads, value.value_heads], 1)

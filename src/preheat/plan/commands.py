@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from preheat.backends.base import Facts
 from preheat.cache_groups import WHOLE
-from preheat.limits import Limits, resolve_limits
+from preheat.limits import Limits, more_states, resolve_limits
 from preheat.plan.bucket_sizes import PAD_PERCENT, STRATEGIES, bucket_sizes
 from preheat.plan.cost import Costs, ModelSizes, SpecLike
 from preheat.plan.groups import Grouping, choose
@@ -81,6 +81,7 @@ def plan(
         image_tokens=spec.image_tokens,
         spare=SPARE * spec.encodes,
         groups=grouping.groups,
+        states=more_states(settings) if spec.has_states else 0,
     )
     limits = replace(limits, pools=spec.head is None)
     made = make_plan(

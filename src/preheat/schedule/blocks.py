@@ -59,6 +59,8 @@ class BlockPool:
     published: deque[bytes] | None = None
     """Hashes that were published, for an audit that takes them."""
     events: KvEvents | None = None
+    states: BlockPool | None = None
+    """States at the ends of blocks, under the hash of the block before. They are forgotten with the blocks."""
 
     def __init__(self, num_blocks: int, block_size: int) -> None:
         if num_blocks < 2 or block_size < 1:
@@ -137,6 +139,11 @@ class BlockPool:
             self.published.append(block_hash)
         return True
 
+    def evict_first(self, block_hash: bytes) -> None:
+        """Let the block with the hash ``block_hash`` be evicted before other cached ones, if it is cached."""
+        if block_hash in self._cached:
+            self._cached.move_to_end(block_hash, last=False)
+
     def find(self, block_hash: bytes) -> int | None:
         """Return the used or cached block with the hash ``block_hash``, or None."""
         return self._block_of.get(block_hash)
@@ -174,6 +181,8 @@ class BlockPool:
         self._hash_of = [None] * self.num_blocks
         if self.tier is not None:
             self.tier.forget()
+        if self.states is not None:
+            self.states.forget_contents()
         if self.events is not None:
             self.events.cleared()
 

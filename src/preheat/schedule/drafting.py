@@ -89,6 +89,8 @@ class Drafting:
                 count = fits(count, step.with_drafts)
             if count > 0 and room:
                 count = min(count, self._places(running, slot))
+                if running.states is not None:  # each draft needs a state slot
+                    count = min(count, running.states.num_free - sum(map(len, step.drafts.values())))
                 if count > 0:
                     running.grow(slot, int(slots.device_len[slot]) + count)
                     step.add_drafts(slot, own[:count])

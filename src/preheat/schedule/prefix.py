@@ -5,7 +5,7 @@ tokens, and the hash and start of each image in it. The chain starts from everyt
 and values: a salt, the adapter's numbers. Equal hashes therefore mean equal cache contents.
 
 A prefix is found only if every cache group has the blocks that the next token reads: a group with a window needs the
-last ones alone. No group has a prefix of its own.
+last ones alone. A model with states needs the state at the prefix's end too. No group has a prefix of its own.
 """
 
 from __future__ import annotations
@@ -48,12 +48,14 @@ class Hit:
     """The longest cached prefix of a sequence: its first ``columns`` blocks.
 
     ``blocks`` are each group's blocks of the last of the columns. ``branch``: the columns that groups without a window
-    have, at least ``columns``.
+    have, at least ``columns``. ``state`` is the block of the pool of states with the state behind the prefix, 0 without
+    states.
     """
 
     columns: int
     blocks: list[list[int]]
     branch: int = 0
+    state: int = 0
 
     @property
     def all_blocks(self) -> list[int]:
@@ -95,6 +97,7 @@ class PrefixCache:
         most = (len(sequence.tokens) - 1) // self.pool.block_size
         whole, windowed = self._whole(sequence, most)
         columns = branch = len(whole[0]) if whole else most
+        columns, state = self._with_state(sequence, columns)
         found = dict[tuple[int, int], int]()  # blocks of groups with windows, by group and column
         while columns and (missing := self._missing(sequence, columns, windowed, found)) is not None:
             columns = missing
@@ -102,7 +105,18 @@ class PrefixCache:
         for group in windowed:
             tail = self.groups[group].tail(columns, self.pool.block_size)
             blocks.append([found[group, column] for column in range(columns - tail, columns)])
-        return Hit(columns, blocks, branch if whole else columns)
+        return Hit(columns, blocks, branch if whole else columns, state)
+
+    def _with_state(self, sequence: Sequence, columns: int) -> tuple[int, int]:
+        """Return the most of ``columns`` with a state at their end, and the state's block.
+
+        A model without states has all of them, and block 0.
+        """
+        states = self.pool.states
+        if states is None:
+            return columns, 0
+        keys = ((end, self._block_hash(sequence, sequence.tokens, end - 1)) for end in range(columns, 0, -1))
+        return next(((end, state) for end, key in keys if (state := states.find(key)) is not None), (0, 0))
 
     def _whole(self, sequence: Sequence, most: int) -> tuple[list[list[int]], list[int]]:
         """Return the blocks of the columns that all groups without a window have, and the numbers of other groups.
@@ -212,6 +226,10 @@ class PrefixCache:
         """Return the key of logical block ``index`` of ``group``: the hash, followed by the number of a later group."""
         found = self._block_hash(sequence, tokens, index)
         return found + bytes((group,)) if group else found
+
+    def key_at(self, sequence: Sequence, tokens: np.ndarray, end: int) -> bytes:
+        """Return the key of the state at ``end``, the end of a block: the block's hash."""
+        return self._block_hash(sequence, tokens, end // self.pool.block_size - 1)
 
     def _block_hash(self, sequence: Sequence, tokens: np.ndarray, index: int) -> bytes:
         """Return the hash of logical block ``index``.

@@ -74,6 +74,8 @@ def process_results(
         _roll_back(slots, schedule, live, ends)
         _count_drafts(schedule, live, ends, totals, drafting)
     _publish(running, prefix, schedule, ends, live)
+    if running.states is not None:
+        running.states.settle(schedule, running, prefix, live, ends)
     if running.windowed:
         running.give_back(schedule.slots[live], ends[live])
     slots.tokens[kept.slots, kept.positions] = kept.tokens

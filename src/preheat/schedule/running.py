@@ -20,6 +20,7 @@ from preheat.schedule.blocks import BlockPool
 from preheat.schedule.prefix import Hit
 from preheat.schedule.sequence import Sequence
 from preheat.schedule.slots import NO_LOGPROBS, Slots
+from preheat.schedule.states import StateSlots
 
 FREE = np.iinfo(np.int64).min
 
@@ -30,7 +31,8 @@ class RunningSequences:
     ``order`` int64 lists the running slots by rank: priority, then arrival. ``ids`` int64 [slots] are the request ids,
     FREE for a free slot. ``changes`` counts arrivals and departures. ``begun`` is a persistent batch: the results of
     its first step are known, and so its rows are past their prompts. ``windowed`` are the numbers of the ``groups``
-    with a window. At most ``in_flight`` tokens of a sequence are computed at a time.
+    with a window. At most ``in_flight`` tokens of a sequence are computed at a time. A model with states has ``states``
+    beside the blocks.
     """
 
     def __init__(
@@ -40,9 +42,11 @@ class RunningSequences:
         adapters: AdapterSlotTable | None = None,
         groups: tuple[CacheGroup, ...] = WHOLE,
         in_flight: int = 1,
+        *,
+        states: StateSlots | None = None,
     ) -> None:
         self.slots, self.pool, self.adapters = slots, pool, adapters or AdapterSlotTable()
-        self.groups, self._size = groups, slots.block_size
+        self.groups, self._size, self.states = groups, slots.block_size, states
         self.windowed = [number for number, group in enumerate(groups) if group.window is not None]
         # The most blocks that a group holds of any sequence.
         self._most = [group.columns(slots.max_model_len, self._size, in_flight) for group in groups]
@@ -91,6 +95,8 @@ class RunningSequences:
             slots.num_blocks[slot] = hit.columns
             slots.cached_len[slot] = hit.columns * slots.block_size
             sequence.branch = hit.branch
+            if self.states is not None:
+                self.states.begin(slot, sequence, hit, self._size)
         if not sequence.owes_prompt_logprobs:
             slots.prompt_logprobs[slot] = NO_LOGPROBS  # a resumed sequence has reported them
         if sequence.grammar is not None:
@@ -184,6 +190,8 @@ class RunningSequences:
         """Free these slots and their blocks."""
         for slot in stopped:
             self.pool.release(self._blocks_of(slot))
+            if self.states is not None:
+                self.states.end(slot)
             self.slots.give_back(slot)
             if (adapter := self.sequence(slot).adapter) is not None:
                 self.adapters.end(adapter)
@@ -227,6 +235,8 @@ class RunningSequences:
         used = (columns < slots.num_blocks[:, None, None]) & (columns >= slots.live_from[:, :, None])
         counts = np.bincount(slots.tables[used], minlength=self.pool.num_blocks)
         self.pool.check(counts.astype(np.int32))
+        if self.states is not None:
+            self.states.check(self.order)
         if sorted(self.order.tolist()) != sorted(self._slot_of.values()):
             raise RuntimeError("running order and slots disagree")
         if slots.num_free + len(self) != slots.num_slots:

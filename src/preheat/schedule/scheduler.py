@@ -41,6 +41,7 @@ from preheat.schedule.resume import check_resume
 from preheat.schedule.running import RunningSequences
 from preheat.schedule.sequence import Sequence
 from preheat.schedule.slots import UNSEEN, Slots
+from preheat.schedule.states import NO_ENDS, Ends, StateSlots
 from preheat.schedule.waiting import WaitingQueue
 
 WATERMARK = 0.01
@@ -65,8 +66,8 @@ class Scheduler:
     :func:`defrag.is_due` (None: never compact). A step with decoding rows has at most ``mixed_tokens`` tokens, so that
     they do not wait for long. Without ``mixed_steps`` a step either reads prompts or decodes, prompts first (source:
     the two phases of vLLM on Gaudi). ``cache_contents`` is the prefix cache's. ``drafting`` gives decoding rows draft
-    tokens. There are ``max_loras`` adapter slots. ``head`` makes a text's numbers of its pooled state. Raises
-    SettingsError for limits under which some sequence could never run.
+    tokens. There are ``max_loras`` adapter slots. States are kept at the ends ``kept``. ``head`` makes a text's
+    numbers of its pooled state. Raises SettingsError for limits under which some sequence could never run.
     """
 
     def __init__(
@@ -82,6 +83,7 @@ class Scheduler:
         defrag_threshold: int | None = None,
         drafting: Drafting | None = None,
         max_loras: int = 0,
+        kept: Ends = NO_ENDS,
         head: Callable[[bytes], bytes] | None = None,
     ) -> None:
         check_limits(limits, padded)
@@ -94,9 +96,11 @@ class Scheduler:
         groups = limits.groups
         self.slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size, len(groups))
         self.pool = BlockPool(limits.num_blocks, limits.block_size)
+        states = StateSlots(limits.max_num_seqs, limits.states, kept) if limits.states else None
+        self.pool.states = None if states is None else states.pool
         self.prefix = PrefixCache(self.pool, enable_prefix_caching, cache_contents, groups)
         self.adapters = AdapterSlotTable(max_loras)
-        self.running = RunningSequences(self.slots, self.pool, self.adapters, groups, limits.in_flight)
+        self.running = RunningSequences(self.slots, self.pool, self.adapters, groups, limits.in_flight, states=states)
         self.images = EncoderCache(limits.max_images, limits.image_tokens) if limits.image_tokens else None
         self.waiting = WaitingQueue()
         self._defrag_threshold = defrag_threshold
@@ -110,6 +114,11 @@ class Scheduler:
     def forget(self) -> None:
         """Reset the counters."""
         self._totals = Stats(blocks_total=self.pool.num_usable)
+
+    @property
+    def kept_ends(self) -> Ends | None:
+        """The ends of blocks with kept states, None for a model without states."""
+        return None if self.running.states is None else self.running.states.ends
 
     @property
     def idle(self) -> bool:
@@ -277,6 +286,8 @@ class Scheduler:
         self._must_be_oldest(schedule)
         self._in_flight.popleft()
         delta = results.fail(self.running, schedule, error)
+        if self.running.states is not None:
+            self.running.states.drop(schedule)
         self.adapters.lose(schedule.loads)
         if self.images is not None and schedule.images is not None:
             for later, rows in self.images.lose(schedule.images, self._in_flight):
@@ -333,6 +344,8 @@ class Scheduler:
         slots, schedule = self.slots, self._schedule_of(step)
         if step.images and self.images is not None:
             self.images.attach(schedule, slots)
+        if self.running.states is not None:
+            schedule.states = self.running.states.book(schedule, self.running)
         rows, ends = schedule.slots, schedule.ends
         slots.cached_len[rows] = ends
         if schedule.num_decode < schedule.rows:

@@ -128,8 +128,8 @@ REFUSED: Mapping[str, str] = {
         --additional-config={}""",
     "there is only one kind of sleep, see docs/sleep.md": """--sleep-mode-backend= --sleep-mode-offload-cudagraph
         --sleep-preserve-parameter-names= --enable-cumem-allocator --enable-nccl-comm-suspend""",
-    "state-space models are not supported": """--mamba-backend= --mamba-block-size= --mamba-cache-dtype=auto
-        --mamba-cache-mode=none --mamba-cache-philox-rounds= --mamba-config={} --mamba-ssm-cache-dtype=auto
+    "state-space models are not supported": """--mamba-backend= --mamba-cache-dtype=auto
+        --mamba-cache-philox-rounds= --mamba-config={} --mamba-ssm-cache-dtype=auto
         --mamba-ssu-algorithm= --enable-mamba-cache-stochastic-rounding --enable-mamba-shared-prefix-checkpoint
         --enable-mamba-fine-grained-prefix-cache --use-replayssm --replayssm-buffer-len= --max-num-active-seqs=""",
     _IMAGES: """--enable-mm-embeds --interleave-mm-strings --media-io-kwargs={} --mm-device-do-normalize

@@ -75,9 +75,11 @@ def _compared(engine: Engine, asked: Sequence[Prompt]) -> PathResult:
 def _rightly_cached(engine: Engine, asked: Sequence[Prompt], states: Sequence[RequestState]) -> list[int]:
     """Return how many tokens of each prompt were computed before in full blocks.
 
-    The blocks must lie behind the same tokens, for the same salt and with the same adapter.
+    The blocks must lie behind the same tokens, for the same salt and with the same adapter. A model with states needs
+    a state behind the last one: a prompt leaves states at its last end, where other prompts branch off, and behind.
     """
     size, known, found = engine.loop.scheduler.limits.block_size, set[tuple[str, str, bytes]](), list[int]()
+    ends, behind = engine.loop.scheduler.kept_ends, set[tuple[str, str, bytes]]()
     digests = {} if isinstance(engine.loop.adapters, str) else engine.loop.adapters.digests
     for prompt, state in zip(asked, states, strict=True):
         computed = [*prompt.tokens, *_said(state)][:-1]  # the last token was drawn and never read
@@ -86,7 +88,15 @@ def _rightly_cached(engine: Engine, asked: Sequence[Prompt], states: Sequence[Re
             for end in range(size, len(computed) + 1, size)
         ]
         usable = (len(prompt.tokens) - 1) // size
-        found.append(size * next((at for at, key in enumerate(keys[:usable]) if key not in known), usable))
+        whole = next((at for at, key in enumerate(keys[:usable]) if key not in known), usable)
+        if ends is not None:
+            hit = next((at for at in range(whole, 0, -1) if keys[at - 1] in behind), 0)
+            last = (len(prompt.tokens) - 1) // ends.every * ends.every
+            kept = [at * size for at in range(hit + 1, len(keys) + 1) if at * size % ends.every == 0]
+            kept = [end for end in kept if ends.each or end >= last or end == whole * size // ends.every * ends.every]
+            behind |= {keys[end // size - 1] for end in kept}
+            whole = hit
+        found.append(size * whole)
         known |= set(keys)
     return found
 

@@ -26,6 +26,7 @@ from preheat.schedule.blocks import BlockPool
 from preheat.schedule.defrag import PAIRS_AT_ONCE
 from preheat.schedule.images import EncoderCache
 from preheat.schedule.slots import Slots
+from preheat.verify.kept_states import KeptStates
 from preheat.warmup.dummy_batch import GREEDY
 
 ZEROS, NOT_NUMBERS = 0, 255
@@ -55,6 +56,10 @@ class CheckRunner:
     images: EncoderCache | None = None
     bucket: Bucket | None = None
     layers: list[Tensor] = field(default_factory=list)
+    kept: KeptStates = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.kept = KeptStates(self.pool.states, self.slots.num_slots)
 
     @property
     def slots(self) -> Slots:
@@ -77,17 +82,21 @@ class CheckRunner:
         of: int = 0,
         prompt: int | None = None,
         segments: Sequence[Segment] = (),
+        ends: Sequence[int] = (),
     ) -> Iterator[int]:
         """Yield the slot of a sequence of ``tokens``, int32.
 
         It has blocks of its own. Slot and blocks are given back afterwards. The blocks of its first ``cached`` tokens,
         a multiple of the block size, are the first blocks of slot ``of``. The first ``prompt`` tokens, by default all,
-        are its prompt, with images at ``segments``; it has generated the others.
+        are its prompt, with images at ``segments``; it has generated the others. Its states at ``ends`` stay, for
+        sequences that share its blocks.
         """
         slots, shared = self.slots, cached // self.slots.block_size
         slot = self._take_slot(tokens, cached, prompt=prompt, segments=segments)
         own: list[int] = []
         try:
+            if self.has_states:
+                self.kept.begin(slot, ends, of, cached)
             groups, count = slots.tables.shape[1], int(slots.num_blocks[slot]) - shared
             own = self._allocate(count * groups)
             slots.set_blocks(slot, slice(shared), slots.tables[of, :, :shared], slice(None))
@@ -96,6 +105,7 @@ class CheckRunner:
         finally:
             if own:  # read from the table: :meth:`move` may have replaced them
                 self.pool.release(self.blocks_of(slot, shared))
+            self.kept.end(slot)
             slots.give_back(slot)
 
     def blocks_of(self, slot: int, first: int = 0) -> list[int]:
@@ -233,17 +243,23 @@ class CheckRunner:
         return self.executor.decoder.spec.encodes
 
     @property
+    def most_drafts(self) -> int:
+        """The most drafts of a row; each needs a state slot in a model with states."""
+        most, states = self.plan.limits.num_speculative_tokens, self.plan.limits.states
+        return min(most, states) if self.has_states else most
+
+    @property
     def has_states(self) -> bool:
         """Whether layers keep a state of each sequence."""
         return self.executor.decoder.spec.has_states
 
     def fill_states(self, number: float) -> None:
-        """Overwrite the states of all slots."""
+        """Overwrite the states of all slots of sequences."""
         attention = self.executor.attention
         assert isinstance(attention, Mixers), "no layer has states"
         for each in attention.states:
-            each.window.fill_(number)
-            each.matrix.fill_(number)
+            each.window[1 : 1 + self.slots.num_slots].fill_(number)
+            each.matrix[1 : 1 + self.slots.num_slots].fill_(number)
 
     def draw(self, slot: int) -> int:
         """Return the token behind all tokens of ``slot``, as :func:`preheat.core.marked` marks it."""
@@ -271,6 +287,7 @@ class CheckRunner:
         slots = self.slots
         slots.tokens[slot, begin : begin + len(tokens)] = tokens
         slots.cached_len[slot] = min(slots.cached_len[slot], begin)
+        self.kept.forget(slot, begin)
         slots.device_len[slot] = begin + len(tokens)
 
     def verify(self, slot: int, before: Sequence[int] = ()) -> Tensor:
@@ -283,6 +300,7 @@ class CheckRunner:
         extend = slots.device_len[chosen] - slots.cached_len[chosen]
         first = slots.cached_len[chosen].copy()
         schedule = Schedule(chosen, first, extend, extend.copy(), len(before), num_drafted=1)
+        schedule.states = self.kept.states(schedule) if self.has_states else None
         return self._run(schedule, len(before))[len(before) :].cpu().clone()
 
     def _schedule(self, chosen: Sequence[int], extend: Sequence[int] | None = None) -> Schedule:
@@ -299,6 +317,7 @@ class CheckRunner:
         schedule = Schedule(slots, cached[order], some[order], samples, decoding)
         if self.images is not None:
             self.images.attach(schedule, self.slots)
+        schedule.states = self.kept.states(schedule) if self.has_states else None
         return schedule
 
     def _run(self, schedule: Schedule, row: int = 0) -> Tensor:

@@ -147,7 +147,7 @@ def prefix_hit(runner: CheckRunner, tokens: np.ndarray) -> Ways:
     most = (len(tokens) - 1) // size * size
     if not most or runner.slots.num_free < 2:
         return
-    with runner.sequence(tokens) as first:
+    with runner.sequence(tokens, ends=sorted({size, most})) as first:
         runner.step(first)
         for cached in sorted({size, most}):
             with runner.sequence(tokens, cached=cached, of=first) as slot:
@@ -312,7 +312,7 @@ def drafts(runner: CheckRunner, tokens: np.ndarray) -> Ways:
     They are right drafts, alone and behind decoding rows, then wrong drafts that are computed over. Where every bucket
     is tried, the right drafts run in each bucket with drafts.
     """
-    count = min(runner.plan.limits.num_speculative_tokens, len(tokens) - 1)
+    count = min(runner.most_drafts, len(tokens) - 1)
     rows = [Row(cached, 1) for cached in (5, 33, 0)]
     while rows and (runner.plan.most_drafts(1 + len(rows)) < count or len(rows) >= runner.slots.num_free):
         rows.pop()
@@ -320,7 +320,7 @@ def drafts(runner: CheckRunner, tokens: np.ndarray) -> Ways:
         with _all_but(runner, tokens, count + 1) as slot, runner.neighbours(neighbours) as others:
             yield runner.verify(slot, others)[-1]
     every = runner.plan.dispatcher.phases["verify"].buckets if "every bucket" in runner.plan.checks else ()
-    for bucket in (each for each in every if each.longest <= len(tokens)):
+    for bucket in (each for each in every if each.longest <= min(len(tokens), 1 + runner.most_drafts)):
         beside_it = runner.neighbours([Row(5, 1)] * (bucket.rows - 1))
         with _all_but(runner, tokens, bucket.longest) as slot, beside_it as others:
             yield runner.verify(slot, others)[-1]

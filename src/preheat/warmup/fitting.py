@@ -14,7 +14,7 @@ from torch import Tensor
 
 from preheat.backends.base import Backend, Mode
 from preheat.execution.build import Build, build, linear_rows, select_linear_kernels
-from preheat.limits import Limits, resolve_limits
+from preheat.limits import Limits, more_states, resolve_limits
 from preheat.model.loader import LoadedModel
 from preheat.plan import lines
 from preheat.plan.budget import MemorySplit
@@ -116,9 +116,16 @@ class Fitting:
 
     @property
     def _state_bytes(self) -> int:
-        """Bytes of the states of all sequences, and of padding."""
-        spec, sequences = self.model.spec, self.settings.max_num_seqs or 0
-        return (sequences + 1) * spec.state_bytes(self.model.dtype.itemsize)
+        """Bytes of all states: of sequences, kept ones, and of padding.
+
+        The profiling run has one state slot, so they are counted once.
+        """
+        slots = 1 + (self.settings.max_num_seqs or 0) + self._more_states
+        return slots * self.model.spec.state_bytes(self.model.dtype.itemsize)
+
+    @property
+    def _more_states(self) -> int:
+        return more_states(self.settings) if self.model.spec.has_states else 0
 
     def _divide(self, free: int) -> tuple[MemorySplit, Limits]:
         block_bytes = self.model.bytes_per_block
@@ -132,6 +139,7 @@ class Fitting:
             image_tokens=self.model.spec.image_tokens,
             spare=SPARE * self.model.spec.encodes,
             groups=self.model.groups,
+            states=self._more_states,
         )
         return split, replace(limits, pools=self.model.spec.head is None)
 
