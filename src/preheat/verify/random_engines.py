@@ -6,12 +6,16 @@ They are adapters, drafts, rounded weights and cache, ranks, and blocks on the h
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from preheat.verify.random_models import EVEN, WHOLE_NORMS, WITH_STATES, write_draft
 
 HOST_GIB = 0.02
+
+METHODS = ("ngram", "own", "target")
+"""Ways to draft: n-grams, an own model, or the target itself."""
 
 
 class Features(NamedTuple):
@@ -32,7 +36,7 @@ def random_features(draw: random.Random, folder: Path, config: dict[str, Any] | 
     """
     both, loaded = dict[str, Any](), dict[str, Any]()
     if config is not None and config["architectures"][0] in WITH_STATES:
-        return Features({"kv_cache_dtype": "fp8"} if draw.random() < 0.2 else both, loaded)
+        return _with_states(draw, folder, config)
     if config is not None and "quantization_config" not in config and draw.random() < 0.15:
         both["quantization"] = "fp8"
     if draw.random() < 0.2:
@@ -51,13 +55,26 @@ def random_features(draw: random.Random, folder: Path, config: dict[str, Any] | 
     return Features(both, loaded)
 
 
-def _drafts(draw: random.Random, folder: Path, config: dict[str, Any] | None) -> dict[str, Any]:
-    """Return options to draft by one of three methods.
+def _with_states(draw: random.Random, folder: Path, config: dict[str, Any]) -> Features:
+    """Return features for a model with states: other kept states under load, and drafts."""
+    both = {"kv_cache_dtype": "fp8"} if draw.random() < 0.2 else {}
+    loaded: dict[str, Any] = {"mamba_cache_mode": draw.choice(("align", "all", "all", "none"))}
+    if draw.random() < 0.5:
+        loaded["max_kept_states"] = draw.randint(1, 12)
+    if draw.random() < 0.4:
+        loaded["speculative_config"] = _drafts(draw, folder, config, ("ngram", "own"))
+    return Features(both, loaded)
+
+
+def _drafts(
+    draw: random.Random, folder: Path, config: dict[str, Any] | None, methods: Sequence[str] = METHODS
+) -> dict[str, Any]:
+    """Return options to draft by one of the ``methods``.
 
     These are n-grams, an own model, or the target itself, which is always right.
     """
     count = {"num_speculative_tokens": draw.randint(1, 5)}
-    if config is None or (by := draw.choice(("ngram", "own", "target"))) == "ngram":
+    if config is None or (by := draw.choice(methods)) == "ngram":
         return {"method": "ngram", "prompt_lookup_min": 1, **count}
     if by == "own":
         write_draft(folder / "draft", config, draw)
