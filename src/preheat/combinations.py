@@ -210,7 +210,7 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("roles", "pooling encoder", "it decodes nothing, so no other engine needs its blocks", yet=False),
     Refused("roles", "draft_model eagle3", "a block would need its part of the draft's cache"),
     Refused("roles", "groups", "nobody has shown that a block arrives in all groups or in none"),
-    Refused("roles", "states", "no state is kept at the ends of blocks"),
+    Refused("roles", "states", "no state is sent with the blocks"),
     Refused("roles", "pods", "a front sends tokens to its pods, and no place of blocks"),
     Refused("roles", "beam_search", "each round is requests of its own, which pull nothing"),
     Refused("roles", "graphs", "nobody has tried to send blocks of a GPU"),
