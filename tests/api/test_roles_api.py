@@ -8,9 +8,12 @@ import threading
 from collections.abc import Iterator
 from typing import Any
 
+import msgspec
 import pytest
 
 from examples import prefill_decode_proxy
+from preheat.core import BlockSource, Request, SamplingParams
+from preheat.server.relay_wire import MEDIA, Sent
 from tests.api.conftest import Answer, Server, serving
 from tests.waiting import until
 
@@ -21,7 +24,8 @@ OPTIONS: dict[str, Any] = {
 }  # fmt: skip
 PROMPT = "def add(a, b):\n    return a + b\n\n" * 8
 DRAWN = {"max_tokens": 6, "temperature": 1, "seed": 3, "ignore_eos": True, "logprobs": 2}
-READS: dict[str, Any] = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}, "max_tokens": 1}
+ASK: dict[str, Any] = {"kv_transfer_params": {"do_remote_decode": True, "do_remote_prefill": False}}
+READS = ASK | {"max_tokens": 1}
 
 
 @pytest.fixture(scope="module")
@@ -76,6 +80,25 @@ def test_chats_pass_through_the_proxy_of_the_example(prefill: Server, decode: Se
         assert b'"content":' in proxy.post(path, chat | {"stream": True}).body
         assert proxy.post(path, chat, **{"x-prefiller-host-port": "127.0.0.1:1"}).status == 400
     assert found == prefill.post(path, chat).json["choices"][0]["message"]
+
+
+def test_tokens_are_generated_from_blocks_too(prefill: Server, decode: Server) -> None:
+    path, body = "/inference/v1/generate", {"token_ids": list(range(70, 140))}
+    asked = {"sampling_params": {"temperature": 0, "max_tokens": 4}}
+    told = prefill.post(path, body | {**ASK, "sampling_params": {"max_tokens": 1}}).json["kv_transfer_params"]
+    found = decode.post(path, body | asked | {"kv_transfer_params": told}).json
+    alone = prefill.post(path, body | asked).json
+    assert found["choices"] == alone["choices"] and "kv_transfer_params" not in found
+    assert found["usage"]["prompt_tokens_details"]["cached_tokens"] == 64
+
+
+def test_a_front_names_no_server_to_pull_from(decode: Server) -> None:
+    """A request of a front is an engine's, and the hosts that clients may name are not checked there."""
+    source = BlockSource("10.0.0.1", 80, 64)
+    asked = Request(1, [1] * 64, SamplingParams(), 1, 1, source=source)
+    sent = msgspec.msgpack.encode(Sent(decode.get("/ready").json["contract_id"], asked))
+    answer = decode.post("/inference/v1/generate", sent, **{"content-type": MEDIA})
+    assert answer.status == 400 and "leave the source out" in answer.error["message"]
 
 
 @pytest.mark.parametrize(

@@ -264,6 +264,19 @@ def free_port() -> int:
         return port
 
 
+def test_a_frozen_peer_delays_no_request_for_longer_than_one_pull(one):
+    target = Target(bytes(16), 0, memoryview(bytearray(16)), lambda: None)
+    pull = Pull(one.source, b"", one.loop.admission.pulls._hello(), [target], 5.0)
+    pull.began -= 6.0  # it has waited for a thread
+    found = pull.run()
+    assert (found.reason, found.blocks) == ("lost", 0) and "other pulls" in found.why
+
+
+def test_copies_are_items_of_the_plan(one):
+    record = one.loop.listener.record.by_name()
+    assert {"(offload, store)", "(offload, load)"} <= set(record)
+
+
 def test_a_silent_peer_holds_a_pull_for_a_bounded_time(one):
     with socket.create_server(("127.0.0.1", 0)) as silent:
         source = BlockSource("127.0.0.1", silent.getsockname()[1], LENGTH)

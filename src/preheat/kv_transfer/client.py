@@ -44,7 +44,10 @@ class Pulled:
 
 @dataclass
 class Pull:
-    """One pull of ``targets`` from ``source`` within ``seconds``; :meth:`stop` ends it early."""
+    """One pull of ``targets`` from ``source`` within ``seconds`` from now; :meth:`stop` ends it early.
+
+    The time for which it waits for a thread counts, so a peer that is frozen delays no request for longer.
+    """
 
     source: BlockSource
     key: bytes
@@ -52,6 +55,7 @@ class Pull:
     targets: Sequence[Target]
     seconds: float
     stopped: bool = False
+    began: float = field(default_factory=time.monotonic)
     _line: Line | None = field(default=None, repr=False)
 
     def stop(self) -> None:
@@ -62,16 +66,18 @@ class Pull:
 
     def run(self) -> Pulled:
         """Pull, and return the outcome. Raise nothing that a peer can cause."""
-        found, began = Pulled(), time.monotonic()
+        found, left = Pulled(), self.began + self.seconds - time.monotonic()
         try:
-            self._line = Line.to(self.source.host, self.source.port, self.seconds)
+            if left <= 0 or self.stopped:
+                raise TimeoutError("other pulls took all the time")
+            self._line = Line.to(self.source.host, self.source.port, left)
             self._pull(self._line, found)
         except (OSError, EOFError, msgspec.MsgspecError) as error:
             found.reason, found.why = "lost", str(error) or type(error).__name__
         finally:
             if self._line is not None:
                 self._line.close()
-            found.seconds = time.monotonic() - began
+            found.seconds = time.monotonic() - self.began
         return found
 
     def _pull(self, line: Line, found: Pulled) -> None:

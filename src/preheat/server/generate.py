@@ -21,6 +21,7 @@ from preheat.core import SAMPLING_FIELDS
 from preheat.errors import InvalidRequest, OtherContract, PreheatError
 from preheat.frontend.relay import Relay
 from preheat.frontend.request_state import Choice, RequestState
+from preheat.server import kv_transfer
 from preheat.server.answers import PromptTokensDetails, Usage
 from preheat.server.body import interpreted, read_body, read_request
 from preheat.server.errors import error_body
@@ -28,7 +29,7 @@ from preheat.server.middleware import request_id
 from preheat.server.params import TokenIds, chat_logprobs, prepared, prompt_logprobs_of
 from preheat.server.relay_wire import BEAT_SECONDS, LOST, MEDIA, Hello, Sent, frame, framed
 from preheat.server.running import RunningRequests
-from preheat.server.schema import ForModel, StreamOptions, only
+from preheat.server.schema import ForModel, KvTransferParams, StreamOptions, only
 from preheat.server.service import Service
 from preheat.server.stream import Writer, event_of
 from preheat.server.turns import in_turn
@@ -53,7 +54,7 @@ class GenerateRequest(ForModel, kw_only=True):
     cache_salt: str | None = None
     priority: int | None = None
     features: Annotated[Any, only(None)] = None
-    kv_transfer_params: Annotated[Any, only(None)] = None
+    kv_transfer_params: KvTransferParams | None = None
 
 
 class GeneratedChoice(msgspec.Struct):
@@ -72,6 +73,7 @@ class Generated(msgspec.Struct, omit_defaults=True):
     choices: list[GeneratedChoice]
     prompt_logprobs: Any = None
     usage: Usage | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 async def generate(request: Request) -> ASGIApp:
@@ -91,6 +93,7 @@ async def generate(request: Request) -> ASGIApp:
         request, [body.token_ids], params, add_special_tokens=False, cache_salt=body.cache_salt or "",
         priority=body.priority or 0, cap_length="max_tokens" not in given,
     )  # fmt: skip
+    kv_transfer.attach(request, body, states)
     return _TokensWriter(request, body, states)
 
 
@@ -100,12 +103,14 @@ class _TokensWriter(Writer):
     def __init__(self, request: Request, body: GenerateRequest, states: Sequence[RequestState]) -> None:
         super().__init__(request, states, bool(body.stream))
         self._id, self._names = request_id(request), self._frontend.tokenizer
+        self._transfer = partial(kv_transfer.offered, self._frontend, body, states)
         self._usage = body.stream_options is not None and body.stream_options.include_usage is not False
 
     def whole(self) -> Generated:
         (state,) = self._states
         shown = prompt_logprobs_of(state) if state.params.prompt_logprobs is not None else None
-        return Generated(self._id, [self._choice(choice) for choice in state.choices], shown, self._total())
+        choices = [self._choice(choice) for choice in state.choices]
+        return Generated(self._id, choices, shown, self._total(), self._transfer())
 
     def event(self, first: int, choice: Choice) -> bytes:
         return event_of(Generated(self._id, [self._choice(choice)]))
@@ -141,6 +146,8 @@ async def _relayed(request: Request) -> ASGIApp:
     frontend = service.frontend
     if sent.contract != (mine := frontend.contract.id):
         raise OtherContract(f"The contract of this server is {mine}, the request is for {sent.contract}")
+    if sent.request.source is not None:
+        raise InvalidRequest("A front names no server to pull blocks from: leave the source out")
     service.adapter_of(sent.request.lora_name or None)
     prepare = partial(frontend.input.relayed, sent.request, request_id(request))
     return _RelayWriter(service, await in_turn(request, len(data), prepare))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Protocol
 
 from starlette.requests import Request
 
@@ -17,12 +17,21 @@ from preheat.utils.kv_transfer import KvTransfer, kv_transfer
 _NAME = "kv_transfer_params"
 
 
-def attach(request: Request, body: Sampling, states: Sequence[RequestState]) -> None:
+class Body(Protocol):
+    """A body with the parameters."""
+
+    @property
+    def stream(self) -> bool | None: ...
+    @property
+    def kv_transfer_params(self) -> KvTransferParams | None: ...
+
+
+def attach(request: Request, body: Body, states: Sequence[RequestState]) -> None:
     """Have ``states`` pull blocks, or be offered to other servers, as ``body`` asks. Raises InvalidRequest."""
     asked = body.kv_transfer_params
     if asked is None or not (asked.do_remote_prefill or asked.do_remote_decode):
         return
-    if body.use_beam_search:
+    if isinstance(body, Sampling) and body.use_beam_search:
         raise InvalidRequest(f"beam search does not support {_NAME}: leave one out", param=_NAME)
     transfer = kv_transfer(request.app.state.service.settings)
     if asked.do_remote_prefill and asked.do_remote_decode:
@@ -35,7 +44,7 @@ def attach(request: Request, body: Sampling, states: Sequence[RequestState]) -> 
         state.source = source
 
 
-def offered(frontend: Frontend, body: Sampling, states: Sequence[RequestState]) -> dict[str, Any] | None:
+def offered(frontend: Frontend, body: Body, states: Sequence[RequestState]) -> dict[str, Any] | None:
     """Return the parameters with which another server decodes ``states``, None unless ``body`` asks for them.
 
     Blocks are found by their hashes, so ``remote_block_ids`` only number the full blocks of the longest prompt.
@@ -56,7 +65,7 @@ def offered(frontend: Frontend, body: Sampling, states: Sequence[RequestState]) 
     }
 
 
-def _check_offer(transfer: KvTransfer | None, body: Sampling) -> None:
+def _check_offer(transfer: KvTransfer | None, body: Body) -> None:
     if transfer is None or not transfer.sends:
         raise _wrong("do_remote_decode", f"needs a server that sends blocks, and this one {_does(transfer)}")
     if body.stream:

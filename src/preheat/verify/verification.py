@@ -25,10 +25,13 @@ from preheat.warmup.record import Proof, Record
 
 DIGEST_BYTES = 16
 
-AGAIN: dict[str, Any] = {"boot_check": "off", "require_invariance": False, "kv_events_config": None}
+AGAIN: dict[str, Any] = {
+    "boot_check": "off", "require_invariance": False, "kv_events_config": None, "role": None,
+    "kv_transfer_config": None,
+}  # fmt: skip
 """Settings of a further engine.
 
-It does not check itself again, nor publish at the same place.
+It does not check itself again, nor publish events or send blocks at the same place.
 """
 
 
