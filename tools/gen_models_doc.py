@@ -57,8 +57,8 @@ many dimensions, and the same of the part of a vision tower that runs. On a CPU 
 transformers at every position (float32, eager attention and experts, relative error at most 1e-5):
 `tests/cpu/test_model_families.py` reads them in one go, `tests/cpu/test_model_paged.py` and
 `tests/cpu/test_family_engines.py` read some of each family in chunks, decode them and begin them from a cached prefix,
-and demand the same bits; `tests/cpu/test_llava.py` does so for LLaVA, from images to logits and tokens
-([Images](images.md) says how they are sent). On a GPU
+and demand the same bits; `tests/cpu/test_llava.py` and `tests/cpu/test_qwen_vl.py` do so for LLaVA and Qwen3-VL, from
+images to logits and tokens ([Images](images.md) says how they are sent). On a GPU
 `tests/cuda/test_families.py` compares each with transformers there (bfloat16, and float32 where rounding would send
 tokens to other experts) and runs `preheat verify` on it; `tests/cuda/test_llava.py` does so for LLaVA, and
 `tests/cuda/test_moe.py` compares experts with dense kernels.
@@ -138,7 +138,7 @@ def _row(family: Callable[[Config], ModelSpec], names: list[str]) -> str:
     if MISTRAL3 in names:
         specs = [read_spec({"architectures": [MISTRAL3], "text_config": MISTRAL3_TEXT})]
     if QWEN_VL in names:
-        specs = [read_spec({"architectures": [QWEN_VL], "text_config": qwen_vl.TEXT_CONFIG})]
+        specs = [read_spec(qwen_vl.CONFIG)]
     if TEXT_OF in names:
         config = SMALL | STATES | {"model_type": "qwen3_5_text"}
         specs = [read_spec({"architectures": [TEXT_OF], "text_config": config})]
@@ -146,10 +146,10 @@ def _row(family: Callable[[Config], ModelSpec], names: list[str]) -> str:
     sizes, whole = [_sizes_of(spec) for spec in specs], any(spec.attentions[0].whole_qk_norm for spec in specs)
     assert sizes, f"no checkpoint of {names} is compared with transformers"
     cells = ["<br>".join(f"`{name}`" for name in names), adds, "<br>".join(dict.fromkeys(sizes)), "yes"]
-    late = states or any(spec.attentions[0].latent for spec in specs)
+    late = states or QWEN_VL in names or any(spec.attentions[0].latent for spec in specs)
     cells.append("not yet" if late else "yes")
     stacked = GPT_OSS in names
-    shared = not (LLAVA in names or stacked or whole or states)
+    shared = not (LLAVA in names or QWEN_VL in names or stacked or whole or states)
     return _line(
         [
             *cells,
@@ -180,7 +180,8 @@ def _sizes_of(spec: ModelSpec) -> str:
         return found
     hidden, dim = vision.patches.outputs, vision.patches.outputs // vision.num_heads
     tower = f"{hidden}, {len(vision.layers)}, {vision.num_heads}/{vision.num_heads} of {dim}"
-    return f"{found}<br>tower: {tower}, {vision.tokens} positions"
+    most = "up to " if vision.any_size else ""
+    return f"{found}<br>tower: {tower}, {most}{vision.tokens} positions"
 
 
 def _offered(option: Option) -> str:

@@ -387,13 +387,21 @@ PIECE = 64
 class Image(msgspec.Struct, array_like=True, weakref=True, frozen=True):
     """An image as the model's input, or a piece of a prompt's embeddings.
 
-    ``pixels`` of an image are fp32 [channels, height, width]. A piece is [positions, hidden], at most :data:`PIECE`
-    positions, of torch's type ``dtype``. An equal ``hash`` means equal pixels.
+    ``pixels`` of an image are fp32 [channels, height, width]. An image of any size has a ``grid`` of rows and columns
+    of cells, a position of a prompt each: its pixels are fp32 [patches, channels * size * size], cell by cell. A piece
+    is [positions, hidden], at most :data:`PIECE` positions, of torch's type ``dtype``. An equal ``hash`` means equal
+    pixels, and an equal grid.
     """
 
     hash: bytes
     pixels: bytes
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    grid: tuple[int, int] | None = None
+
+    @property
+    def cells(self) -> int:
+        """Positions of an image with a grid."""
+        return 0 if self.grid is None else self.grid[0] * self.grid[1]
 
 
 class Segment(msgspec.Struct, array_like=True):

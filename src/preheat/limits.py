@@ -8,9 +8,14 @@ from preheat.cache_groups import WHOLE, CacheGroup
 from preheat.core import PIECE
 from preheat.errors import SettingsError
 from preheat.settings import Settings
+from preheat.utils.rungs import rungs_up_to
 
 MAX_BLOCKS = 2**24
 """Most blocks of a pool; its ids are Python objects on the host."""
+
+
+CHECKED_GRID = 3, 2
+"""Rows and columns of cells of a checked image of any size."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -19,7 +24,8 @@ class Limits:
 
     Blocks are ``block_size`` tokens; ``num_blocks`` counts the pad block. A row ends with at most
     ``num_speculative_tokens`` draft tokens. An image, or a piece of a prompt's embeddings, takes ``image_tokens``
-    positions of a prompt; 0 means that there are none. The last ``spare`` of ``max_model_len`` tokens are never
+    positions of a prompt; 0 means that there are none. Images of any size take up to as many, and pad to one of the
+    ``rungs``. The last ``spare`` of ``max_model_len`` tokens are never
     computed. A block belongs to one of the ``groups`` of layers at a time; the first group is the one that keeps the
     most. An engine that ``pools`` may read the state of each token of a step. ``states`` are state slots beside one of
     each sequence, for a model with states: they hold states at the ends of blocks, and behind drafts.
@@ -37,11 +43,17 @@ class Limits:
     groups: tuple[CacheGroup, ...] = WHOLE
     pools: bool = False
     states: int = 0
+    rungs: tuple[int, ...] = ()
 
     @property
     def state_slots(self) -> int:
         """State slots of a model with states; the first one is for padding."""
         return 1 + self.max_num_seqs + self.states
+
+    @property
+    def checked_image(self) -> int:
+        """Positions of an image in a checked context: an image of any size is a small one."""
+        return CHECKED_GRID[0] * CHECKED_GRID[1] if self.rungs else self.image_tokens
 
     @property
     def max_images(self) -> int:
@@ -118,6 +130,7 @@ def resolve_limits(
     usable: int | None = None,
     cache_bytes: int | None = None,
     image_tokens: int = 0,
+    any_size: bool = False,
     spare: int = 0,
     groups: tuple[CacheGroup, ...] = WHOLE,
     states: int = 0,
@@ -127,7 +140,7 @@ def resolve_limits(
     - ``block_bytes``: bytes of a block of its KV cache, for the layers of one group.
     - ``groups``: the groups of its layers.
     - ``states``: state slots beside one of each sequence, see :func:`more_states`.
-    - ``image_tokens``: positions of an image.
+    - ``image_tokens``: positions of an image, or the most if images have ``any_size``.
     - ``spare``: places behind the longest text, for a token that is never computed.
     - ``usable``: bytes of memory for the cache; None before it is known, when all sequences fit in full.
     - ``cache_bytes``: the backend's default size of the cache; None is all usable memory.
@@ -152,6 +165,9 @@ def resolve_limits(
             param="num_speculative_tokens",
         )
     length += spare
+    rungs = rungs_up_to(min(image_tokens, length)) if any_size else ()
+    if rungs:
+        image_tokens = rungs[-1]
     limits = Limits(
         num_speculative_tokens=0 if speculates is None else speculates.tokens,
         max_model_len=length,
@@ -164,6 +180,7 @@ def resolve_limits(
         spare=spare,
         groups=groups,
         states=states,
+        rungs=rungs,
     )
     most = sequences * limits.need(length, limits.in_flight) + 1
     blocks = _num_blocks(settings, most, block_bytes, usable=usable, default=cache_bytes, groups=len(groups))

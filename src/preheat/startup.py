@@ -39,7 +39,7 @@ from preheat.model.files import find_model, find_tokenizer, read_config
 from preheat.model.kv_scales import with_kv_dtype
 from preheat.model.quantization import bytes_by_scheme
 from preheat.model.shard import shard, sums_k_splits
-from preheat.model.specs import ModelSpec
+from preheat.model.specs import ModelSpec, VisionSpec
 from preheat.model.stage import stage_of
 from preheat.model.stated import pooled_spec
 from preheat.model.traits import check_traits
@@ -166,15 +166,24 @@ def _images(settings: Settings, folder: Path) -> Images | None:
     spec = read_spec(config) if "vision_config" in config or "text_config" in config else None
     if spec is None or spec.vision is None:
         return None
+    from preheat.frontend.grid_config import GridConfig
     from preheat.frontend.image_config import PixelConfig
     from preheat.frontend.images import Images, check_positions
     from preheat.frontend.media import MediaReader
 
-    pixels = PixelConfig.read(folder)
+    vision = spec.vision
+    pixels = PixelConfig.read(folder, any_size=vision.any_size)
     if pixels is None:
         logger.warning("%s holds no preprocessor_config.json: requests with images are refused", folder)
         return None
-    check_positions(folder, spec.vision.num_patches, spec.image_tokens)
+    config_of: PixelConfig | GridConfig = pixels
+    if isinstance(vision, VisionSpec):
+        check_positions(folder, vision.num_patches, vision.tokens)
+        size, least = vision.image_size, vision.tokens
+    else:
+        patch, merge, bounds = vision.patches.size, vision.merge, (vision.min_pixels, vision.max_pixels)
+        config_of = GridConfig(pixels=pixels, patch=patch, merge=merge, least=bounds[0], most=bounds[1])
+        size, least = 0, 1
     reader = MediaReader(
         domains=settings.allowed_media_domains,
         folder=settings.allowed_local_media_path,
@@ -182,11 +191,11 @@ def _images(settings: Settings, folder: Path) -> Images | None:
         timeout=settings.image_fetch_timeout,
     )
     return Images(
-        pixels,
+        config_of,
         reader,
-        size=spec.vision.image_size,
-        tokens=spec.image_tokens,
-        token_id=spec.vision.image_token,
+        size=size,
+        tokens=least,
+        token_id=vision.image_token,
         limit=(settings.limit_mm_per_prompt or {}).get("image"),
         max_pixels=settings.max_image_pixels,
     )

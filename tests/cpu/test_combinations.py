@@ -26,6 +26,7 @@ from tests.adapters import write_adapter
 from tests.cpu.fake_hpu import FAKES, inserted
 from tests.cpu.quantized import inputs_of, scheme
 from tests.llava import picture, save_llava
+from tests.qwen_vl import IMAGE, save_qwen_vl
 from tests.tokenizers import byte_level
 
 
@@ -61,8 +62,8 @@ WINDOWED = {
 WARM = {"skip_warmup": False, "boot_check": "quick", "on_cold": "raise", "determinism_warmup_iterations": 0}
 """Options that check a woken engine as a boot is checked."""
 
-NUMERIC = ("w8a8", "w8a16", "w4a16", "inc", "fp8_cache", "images", "latents", "pooling", "encoder", "states", "groups",
-           "tensor_parallel")  # fmt: skip
+NUMERIC = ("w8a8", "w8a16", "w4a16", "inc", "fp8_cache", "images", "any_size", "latents", "pooling", "encoder",
+           "states", "groups", "tensor_parallel")  # fmt: skip
 """Traits that decide the bits of an answer."""
 
 
@@ -80,7 +81,7 @@ class Made:
         self.folder = folder
         backend = byte_level()
         config = json.loads((BUNDLED_PATH / "config.json").read_text()) | SIZES
-        self.config = config | {"vocab_size": backend.get_vocab_size() + 1}  # the vocabulary of the model with images
+        self.config = config | {"vocab_size": backend.get_vocab_size() + 4}  # the vocabulary of models with images
         self.text = folder / "text"
         self.text.mkdir()
         (self.text / "config.json").write_text(json.dumps(self.config))
@@ -93,6 +94,12 @@ class Made:
         save_llava(self.folder / "images")
         add_marks(self.folder / "images")
         return self.folder / "images"
+
+    @cache  # noqa: B019 - one object
+    def any_size(self) -> Path:
+        save_qwen_vl(self.folder / "any_size", layers=2)
+        add_marks(self.folder / "any_size")
+        return self.folder / "any_size"
 
     @cache  # noqa: B019 - one object
     def encoder(self) -> Path:
@@ -134,7 +141,7 @@ class Made:
 
     def model_for(self, names: list[str]) -> Path:
         """Return the folder of a model with the traits of ``names``."""
-        special = (kind for kind in ("images", "encoder", "latents", "states") if kind in names)
+        special = (kind for kind in ("any_size", "images", "encoder", "latents", "states") if kind in names)
         kind = next(special, None)
         return getattr(self, kind)() if kind else self.text
 
@@ -223,7 +230,7 @@ def quantized_by(kinds: list[str]) -> dict[str, Any]:
         for group, targets in zip(groups.values(), PARTS, strict=False):
             group["targets"] = [targets]
     style = next(iter(groups.values()))["format"] if len(kinds) == 1 else "mixed-precision"
-    left_out = ["lm_head", "re:.*vision.*", "re:.*projector.*"]
+    left_out = ["lm_head", "re:.*vision.*", "re:.*visual.*", "re:.*projector.*"]
     return {"quant_method": "compressed-tensors", "format": style, "ignore": left_out, "config_groups": groups}
 
 
@@ -251,7 +258,8 @@ def answers(llm: LLM, made: Made, names: list[str]) -> dict[str, Any]:
         few = SamplingParams(temperature=1.0, seed=5, max_tokens=9, ignore_eos=True, thinking_token_budget=3)
         asked.append(("budget", {"prompt_token_ids": [*ids[2], thinks]}, few, None))
     if "images" in names:
-        prompt = {"prompt": "USER: <image>\nWhat? ASSISTANT:", "multi_modal_data": {"image": [picture(1)]}}
+        mark = IMAGE if "any_size" in names else "<image>"
+        prompt = {"prompt": f"USER: {mark}\nWhat? ASSISTANT:", "multi_modal_data": {"image": [picture(1)]}}
         asked.append(("image", prompt, params[1], None))
     if "prompt_embeds" in names:
         table = llm.loop.executor.decoder.weights.embedding

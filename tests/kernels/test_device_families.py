@@ -59,7 +59,11 @@ def test_a_family_has_the_answers_of_the_cpu(family: str, tmp_path: Path, monkey
     assert_close(found[3].prompt_logprobs, right[3].prompt_logprobs)
 
 
-def test_images_are_encoded_as_on_the_cpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+SEEING = "LlavaForConditionalGeneration", "Qwen3VLForConditionalGeneration"
+
+
+@pytest.mark.parametrize("family", SEEING)
+def test_images_are_encoded_as_on_the_cpu(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two images are encoded in one step, then one comes from the encoder's cache."""
     vision = {"hidden_size": 24, "intermediate_size": 36, "num_hidden_layers": 2, "num_attention_heads": 2}
     config = {
@@ -67,8 +71,17 @@ def test_images_are_encoded_as_on_the_cpu(tmp_path: Path, monkeypatch: pytest.Mo
         "text_config": {**LLAMA, "vocab_size": VOCAB, "eos_token_id": 2},
         "vision_config": {**vision, "image_size": 8, "patch_size": 4},
     }  # fmt: skip
+    pixels: dict[str, Any] = {"size": 8, "crop_size": 8}
+    if family == SEEING[1]:
+        text = {**LLAMA, "head_dim": 16, "vocab_size": VOCAB, "eos_token_id": 2}
+        text |= {"num_hidden_layers": 3, "rope_parameters": {"rope_theta": 1e4, "mrope_section": [4, 2, 2]}}
+        tower = {**vision, "depth": 2, "num_heads": 2, "out_hidden_size": 32, "patch_size": 4, "hidden_size": 32}
+        tower |= {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]}
+        config = {"architectures": [family], "dtype": "float32", "image_token_id": VOCAB - 1, "text_config": text,
+                  "vision_config": tower}  # fmt: skip
+        pixels = {"image_processor_type": "Qwen2VLImageProcessor", "min_pixels": 64, "max_pixels": 512}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    (tmp_path / "preprocessor_config.json").write_text(json.dumps({"size": 8, "crop_size": 8}))
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(pixels))
     pictures = [PIL.Image.effect_noise((12, 9), 80), PIL.Image.effect_noise((8, 8), 80)]
     prompts = [
         {"prompt_token_ids": [5, VOCAB - 1, 7, VOCAB - 1, 9], "multi_modal_data": {"image": pictures}},

@@ -175,6 +175,10 @@ def test_rope_and_write(dtype, heads, kv_heads, dim, block_size, with_norm):
     assert torch.equal(alone[0, :heads], given[1, :heads])
     assert torch.equal(again[2], cache[2])
     assert not torch.equal(again[3], cache[3])
+    turned_by, own = rope.index_select(0, positions.long()), torch.full_like(cache, 7.0)
+    by_token = qkv.clone()
+    rope_and_write(by_token, turned_by, slots, positions, table, own, heads, kv_heads, weight, 1e-5, by_token=True)
+    assert torch.equal(by_token, given) and torch.equal(own, cache), "a row for each token, at the same places"
 
 
 @DTYPES

@@ -14,7 +14,9 @@ from preheat.schedule.images import EncoderCache
 from tests.pure.paper import Harness, Scripted, limits, request
 
 TOKENS, TOKEN = 5, 2
-IMAGES = [Image(bytes([number]) * 16, b"") for number in range(4)]
+GRIDS = (1, 5), (5, 1), (1, 3), (2, 1)
+IMAGES = [Image(bytes([number]) * 16, b"", grid=grid) for number, grid in enumerate(GRIDS)]
+"""Images of up to ``TOKENS`` cells."""
 
 
 def with_parts(number: int, parts: list[int | Image], max_tokens: int, **more) -> Request:
@@ -26,8 +28,9 @@ def with_parts(number: int, parts: list[int | Image], max_tokens: int, **more) -
     segments = []
     for part in parts:
         if isinstance(part, Image):
-            segments.append(Segment(len(prompt), len(prompt) + TOKENS, part))
-            prompt += [TOKEN] * TOKENS
+            tokens = part.cells or TOKENS
+            segments.append(Segment(len(prompt), len(prompt) + tokens, part))
+            prompt += [TOKEN] * tokens
         else:
             prompt.append(part)
     asked = request(number, prompt, max_tokens, **more)

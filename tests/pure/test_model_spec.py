@@ -451,7 +451,9 @@ def config_of(architecture: str, **changes: Any) -> dict[str, Any]:
     if architecture == "Mistral3ForConditionalGeneration":
         return {"architectures": [architecture], "text_config": config | {"model_type": "mistral"}}
     if architecture == "Qwen3VLForConditionalGeneration":
-        return {"architectures": [architecture], "text_config": config | {"model_type": "qwen3_vl_text"}}
+        tower = {"out_hidden_size": config["hidden_size"], "deepstack_visual_indexes": []}
+        text = config | {"model_type": "qwen3_vl_text", "rope_parameters": {"mrope_section": [2, 1, 1]}}
+        return {"architectures": [architecture], "text_config": text, "vision_config": tower, "image_token_id": 0}
     if architecture.startswith("Qwen3_5") and architecture.endswith("ForConditionalGeneration"):
         kind = "qwen3_5_moe_text" if "Moe" in architecture else "qwen3_5_text"
         return {"architectures": [architecture], "text_config": config | {"model_type": kind}}

@@ -493,7 +493,8 @@ class StepInputs:
     padding has the slot beyond all others. ``lists`` are attention's lists of work, and ``counts`` their numbers of
     entries in use. ``rows`` is the program's largest number of rows. ``width`` is the largest number of tokens of a row
     where all rows decode: 1, or more with drafts; 0 where rows may read prompts. ``longest`` and ``blocks`` belong to
-    the bucket, and are 0 where the bucket has none.
+    the bucket, and are 0 where the bucket has none. ``places`` [axes, T] are the places by which tokens turn, None if
+    they turn by their position.
     """
 
     tokens: Tensor
@@ -505,6 +506,7 @@ class StepInputs:
     width: int
     longest: int = 0
     blocks: int = 0
+    places: Tensor | None = None
 
     @property
     def decode(self) -> bool:
@@ -525,7 +527,8 @@ class AttentionLayer:
     key. It joins the softmax as the last KV split: its sum of weights is one, its output zero.
     ``distances`` fp32 [heads, columns] are added to scaled scores, see :mod:`preheat.ops.distances`. A ``cache`` with
     one index in place of two has keys that are values too. The first ``still`` numbers of a head do not turn, and
-    ``rope`` has the others. ``group`` is the number of the layer's cache group, with its block table.
+    ``rope`` has the others. ``group`` is the number of the layer's cache group, with its block table. With ``by_token``
+    row i of ``rope`` belongs to token i of the step, in place of position i: each step writes it.
 
     Queries and outputs are of ``dtype``. In a cache of eight bits, keys and values are divided by ``kv_scales`` and
     rounded to the cache's dtype, see :mod:`preheat.ops.float8`. Attention reads only stored keys and values, also for a
@@ -549,6 +552,7 @@ class AttentionLayer:
     distances: Tensor | None = None
     still: int = 0
     group: int = 0
+    by_token: bool = False
 
 
 Attend = Callable[[int, "Tensor"], "Tensor"]

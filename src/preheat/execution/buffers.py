@@ -35,13 +35,15 @@ class Layout:
     """Layout of the input of a program, in words of 32 bits.
 
     The program has ``tokens`` tokens. First come the length of each list and the ``sampled`` tokens, at one place for
-    all programs. The id, slot and position of each token follow, then the lists of attention's work, of at most
-    ``lists`` entries. Lists come last, so that a step copies only the entries that it has.
+    all programs. The id, slot and position of each token follow, and its places where tokens have some. Then come the
+    lists of attention's work, of at most ``lists`` entries. Lists come last, so that a step copies only the entries
+    that it has.
     """
 
     sampled: int  # at most
     tokens: int
     lists: tuple[int, ...]
+    places: int = 0
 
     @property
     def tokens_at(self) -> int:
@@ -51,12 +53,17 @@ class Layout:
     @cached_property
     def lists_at(self) -> tuple[int, ...]:
         """First word of each list, and the end of the last one."""
-        at = self.tokens_at + 3 * self.tokens
+        at = self.tokens_at + (3 + self.places) * self.tokens
         return tuple(at + 2 * sum(self.lists[:index]) for index in range(len(self.lists) + 1))
 
     @property
     def words(self) -> int:
         return self.lists_at[-1]
+
+    @property
+    def places_at(self) -> int:
+        """First word of the places."""
+        return self.tokens_at + 3 * self.tokens
 
     def pieces(self, used: Sequence[int]) -> list[slice]:
         """Return the parts that hold a step.
@@ -74,10 +81,10 @@ class Layout:
 
 
 class StepBuffers:
-    """The buffers for steps within ``limits``; ``attention`` cuts their work."""
+    """The buffers for steps within ``limits``; ``attention`` cuts their work. A token has ``places``, or none."""
 
-    def __init__(self, limits: Limits, attention: Attention, backend: Backend) -> None:
-        self.limits, self.attention = limits, attention
+    def __init__(self, limits: Limits, attention: Attention, backend: Backend, places: int = 0) -> None:
+        self.limits, self.attention, self.places = limits, attention, places
         self._min_tokens = backend.facts.min_tokens
         self.layout = cache(self._layout)
         self.inputs = cache(self._inputs)
@@ -110,22 +117,23 @@ class StepBuffers:
         lists = self.attention.list_sizes(tokens, self._rows(bucket), width=bucket.width)
         if len(lists) > MAX_LISTS:
             raise ValueError(f"at most {MAX_LISTS - 1} sliding windows in one model, {len(lists) - 1} were given")
-        return Layout(self.limits.max_sampled, tokens, lists)
+        return Layout(self.limits.max_sampled, tokens, lists, self.places)
 
     def _inputs(self, bucket: Bucket) -> StepInputs:
         """Return the input of the programs of ``bucket``, on the device."""
         layout, words = self.layout(bucket), self._device
-        tokens, slots, positions = words[layout.tokens_at : layout.lists_at[0]].view(3, layout.tokens)
+        own = words[layout.tokens_at : layout.lists_at[0]].view(-1, layout.tokens)
         return StepInputs(
-            tokens=tokens,
-            slots=slots,
-            positions=positions,
+            tokens=own[0],
+            slots=own[1],
+            positions=own[2],
             lists=tuple(words[begin:end].view(-1, 2) for begin, end in pairwise(layout.lists_at)),
             counts=words[:MAX_LISTS],
             rows=self._rows(bucket),
             width=bucket.width,
             longest=bucket.longest,
             blocks=bucket.blocks,
+            places=own[3:] if self.places else None,
         )
 
     def clear(self) -> None:

@@ -11,16 +11,22 @@ import torch
 
 from preheat.backends.base import Backend, ExpertsLayer, Linear, Mode, Sampler
 from preheat.execution.buffers import StepBuffers
-from preheat.execution.encoder import Encoder, Given, Tower
+from preheat.execution.encoder import Encoder, Given
 from preheat.execution.executor import Executor, attention_layers, layer_parts
+from preheat.execution.grid_encoder import GridEncoder
 from preheat.execution.input_batch import Packer
 from preheat.execution.kv_cache import KVCache
 from preheat.execution.mixers import Mixers
 from preheat.execution.pooler import Pooler
 from preheat.execution.sleep import CACHE, sleepable
+from preheat.limits import Limits
 from preheat.model.decoder import Decoder
+from preheat.model.grid_specs import GridVisionSpec
+from preheat.model.grid_vision import GridTower, GridVisionWeights
 from preheat.model.loader import LoadedModel
-from preheat.model.vision import VisionTower
+from preheat.model.specs import VisionSpec
+from preheat.model.turns import AXES
+from preheat.model.vision import VisionTower, VisionWeights
 from preheat.plan.items import EncoderItem, ForwardItem
 from preheat.plan.plan import Plan
 from preheat.schedule.slots import Slots
@@ -54,6 +60,15 @@ def _vision_linears(model: LoadedModel, plan: Plan) -> Iterator[tuple[Linear | E
     spec, weights = model.spec.vision, model.weights.vision
     if spec is None or weights is None:
         return
+    if isinstance(spec, GridVisionSpec):
+        assert isinstance(weights, GridVisionWeights)
+        cells = list(plan.limits.rungs)
+        patches = [count * spec.cell_patches for count in cells]
+        yield weights.patches, patches
+        yield from ((linear, patches) for _, linear in weights.layer_linears())
+        yield from ((linear, cells) for _, linear in weights.merger_linears())
+        return
+    assert isinstance(weights, VisionWeights)
     images = [item.images for item in plan.items if isinstance(item, EncoderItem)]
     yield weights.patches, [count * spec.num_patches for count in images]
     for _, linear in weights.layer_linears():
@@ -62,14 +77,19 @@ def _vision_linears(model: LoadedModel, plan: Plan) -> Iterator[tuple[Linear | E
         yield linear, [count * spec.tokens for count in images]
 
 
-def _tower(settings: Settings, model: LoadedModel, dtype: torch.dtype) -> Tower | None:
-    """Return the tower of images, or of embeddings that are given in ``dtype``.
+def _encoder(
+    settings: Settings, backend: Backend, model: LoadedModel, limits: Limits, dtype: torch.dtype
+) -> Encoder | GridEncoder | None:
+    """Return the encoder of images, or of embeddings that are given in ``dtype``.
 
     None without either.
     """
-    if model.spec.vision is not None and model.weights.vision is not None:
-        return VisionTower(model.spec.vision, model.weights.vision)
-    return Given.of(model.spec.hidden_size, dtype) if settings.enable_prompt_embeds else None
+    spec, weights, size = model.spec.vision, model.weights.vision, model.spec.hidden_size
+    if isinstance(spec, GridVisionSpec) and isinstance(weights, GridVisionWeights):
+        return GridEncoder(backend, GridTower(spec, weights), limits, size, dtype)
+    if isinstance(spec, VisionSpec) and isinstance(weights, VisionWeights):
+        return Encoder(backend, VisionTower(spec, weights), limits, size, dtype)
+    return Encoder(backend, Given.of(size, dtype), limits, size, dtype) if settings.enable_prompt_embeds else None
 
 
 class Assembly(NamedTuple):
@@ -107,7 +127,8 @@ def build(
     with nullcontext() if num_blocks is not None else sleepable(settings, backend, CACHE):
         cache = KVCache(spec, blocks, limits.block_size, model.dtype, backend.device, groups=limits.groups)
     dtype = backend.activation_dtype(model.dtype)
-    decoder = Decoder(spec, model.weights, limits.max_model_len, backend.regions(mode, store), dtype)
+    tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs, backend.facts.min_tokens)
+    decoder = Decoder(spec, model.weights, limits.max_model_len, backend.regions(mode, store), dtype, max_tokens=tokens)
     layers, contiguous = attention_layers(decoder, cache), settings.contiguous_pa is not False
     norm, others = model.weights.final_norm, [*model.outer_linears, *(each for each, _ in _vision_linears(model, plan))]
     if not spec.has_states:  # no layer with a state is a function
@@ -120,7 +141,7 @@ def build(
         with nullcontext() if num_blocks is not None else sleepable(settings, backend, CACHE):
             state_slots = 1 if num_blocks is not None else limits.state_slots
             attention = Mixers(attention, decoder, state_slots, model.dtype, backend)
-    buffers = StepBuffers(limits, attention, backend)
+    buffers = StepBuffers(limits, attention, backend, AXES if decoder.turns is not None else 0)
     if spec.head is None:
         sampler = Pooler(backend, limits, spec.hidden_size, model.dtype)
     sampler = sampler or backend.sampler(
@@ -130,8 +151,7 @@ def build(
         handle_topk_duplicates=settings.handle_topk_duplicates,
         masked=masked,
     )
-    tower = _tower(settings, model, dtype)
-    encoder = None if tower is None else Encoder(backend, tower, limits, spec.hidden_size, dtype)
+    encoder = _encoder(settings, backend, model, limits, dtype)
     per_graph = settings.config_hidden_layers if backend.facts.captures else None  # without graphs a step is one piece
     made = executor(
         backend, decoder, cache, sampler, buffers, encoder=encoder, adapters=model.adapters, layers_per_graph=per_graph

@@ -69,6 +69,8 @@ class Encoder:
     ``embeddings`` are [places * tokens, hidden of the decoder], in ``dtype``.
     """
 
+    deep: None = None
+
     def __init__(self, backend: Backend, tower: Tower, limits: Limits, hidden_size: int, dtype: torch.dtype) -> None:
         self.tower, places, device = tower, limits.max_images, backend.device
         self.embeddings = torch.zeros(places * limits.image_tokens, hidden_size, dtype=dtype, device=device)
@@ -95,6 +97,11 @@ class Encoder:
             self.programs.run(program)
             first += count
 
+    def noise(self, number: int, grid: tuple[int, int] | None = None) -> Image:
+        """Return an image of noise, another one for each ``number``. All images have one size: there is no ``grid``."""
+        assert grid is None, "images of one size have no grid"
+        return noise(self.tower.shape, number)
+
     def compile(self, program: Program[int]) -> None:
         """Launch the kernels of ``program`` while kernels are built and not run."""
         self._encode(program)
@@ -115,7 +122,7 @@ class Encoder:
         self._kept.index_copy_(0, self._places[:count], encoded.view(count, -1))
 
 
-def noise(tower: Tower, number: int) -> Image:
-    """Return an image of noise, another one for each ``number``."""
-    pixels = np.random.default_rng(number).standard_normal(tower.shape, np.float32).tobytes()
-    return Image(hashlib.blake2b(pixels, digest_size=16).digest(), pixels)
+def noise(shape: tuple[int, ...], number: int, grid: tuple[int, int] | None = None) -> Image:
+    """Return an image of noise, another one for each ``number``; its input has this ``shape``."""
+    pixels = np.random.default_rng(number).standard_normal(shape, np.float32).tobytes()
+    return Image(hashlib.blake2b(b"%r" % (grid,) + pixels, digest_size=16).digest(), pixels, grid=grid)

@@ -34,6 +34,7 @@ from preheat.errors import PreheatError
 from preheat.execution.buffers import StepBuffers
 from preheat.execution.encoder import Encoder
 from preheat.execution.features import Features
+from preheat.execution.grid_encoder import GridEncoder
 from preheat.execution.input_batch import InputBatch
 from preheat.execution.kv_cache import BlockCache, KVCache
 from preheat.execution.pooler import Pooler
@@ -96,13 +97,14 @@ class Executor:
         sampler: Sampler,
         buffers: StepBuffers,
         *,
-        encoder: Encoder | None = None,
+        encoder: Encoder | GridEncoder | None = None,
         adapters: ModelAdapterSlots | None = None,
         layers_per_graph: int | None = None,
     ) -> None:
         self.backend, self.decoder, self.cache = backend, decoder, cache
         self.sampler, self.buffers, self.attention = sampler, buffers, buffers.attention
         self.encoder, self._images = encoder, encoder.embeddings if encoder else None
+        self._deep = encoder.deep if encoder else None
         self.adapters = adapters
         spec, limits, device = decoder.spec, buffers.limits, backend.device
         tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs, backend.facts.min_tokens)
@@ -461,9 +463,14 @@ class Executor:
         decoder, inputs, begins = self.decoder, self.buffers.inputs(bucket), layers[0] == 0
         tokens = inputs.tokens.shape[0]
         residual, normed, out = self._first_tokens(tokens)
+        if begins and decoder.turns is not None and inputs.places is not None:
+            decoder.turns.turn(inputs.places)
         before = self._begin(inputs, residual) if begins else normed
         attend, keep = self.attention.attend(inputs, out), self.features.keep if self.features else None
-        after = decoder.layers(residual, attend, layers, given=before, eager=tap is not None, tap=tap or keep)
+        deep = None if self._deep is None or inputs.width else self._deep.adder(inputs.tokens)
+        after = decoder.layers(
+            residual, attend, layers, given=before, eager=tap is not None, tap=tap or keep, deep=deep
+        )  # fmt: skip
         if layers[-1] == self._layers[-1]:
             if self.features is not None and tap is None:
                 self.features.store(tokens)
@@ -523,7 +530,9 @@ def _by_row(rows: np.ndarray, states: np.ndarray) -> dict[int, np.ndarray]:
 def attention_layers(decoder: Decoder, cache: KVCache) -> list[AttentionLayer]:
     """Return the input of the attention of each layer that has keys."""
     caches = zip(cache.group_of_layer, cache.layers, strict=True)
-    parts = decoder.ropes, decoder.alibi, decoder.growth, decoder.weights.layers
+    turns = decoder.turns
+    ropes = decoder.ropes if turns is None else [turns.rows] * len(decoder.ropes)
+    parts = ropes, decoder.alibi, decoder.growth, decoder.weights.layers
     each = zip((layer.attention for layer in decoder.spec.layers), *parts, strict=True)
     keyed = ((spec, *others) for spec, *others in each if isinstance(spec, AttentionSpec))
     layers = ((*next(caches), *of) for of in keyed)
@@ -546,6 +555,7 @@ def attention_layers(decoder: Decoder, cache: KVCache) -> list[AttentionLayer]:
             distances=decoder.distances,
             still=spec.head_dim - spec.rope_dim,
             group=group,
+            by_token=turns is not None,
         )
         for group, layer_cache, spec, rope, alibi, growth, weights in layers
     ]

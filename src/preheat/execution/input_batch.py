@@ -257,9 +257,10 @@ class Packer:
         The rest is padding.
         """
         count, size = int(rows.ends[-1]), rows.sampling_size
-        tokens, slots, positions = words[layout.tokens_at : layout.lists_at[0]].reshape(3, layout.tokens)
+        tokens, slots, positions, *places = words[layout.tokens_at : layout.lists_at[0]].reshape(-1, layout.tokens)
         slots[:count] = schedule.slots.repeat(schedule.extend)
-        tokens[count:] = positions[count:] = 0
+        for each in (tokens, positions, *places):
+            each[count:] = 0
         slots[count:] = self.buffers.pad_slot
         sampled, wanted = words[MAX_LISTS : MAX_LISTS + size], len(rows.sampled_tokens)
         sampled[:wanted] = rows.sampled_tokens
@@ -268,7 +269,7 @@ class Packer:
     def _write_tokens(self, words: np.ndarray, layout: Layout, schedule: Schedule, rows: _Rows) -> None:
         """Write each token's id and position."""
         count = int(rows.ends[-1])
-        tokens, slots, positions = words[layout.tokens_at : layout.lists_at[0]].reshape(3, layout.tokens)
+        tokens, slots, positions, *_ = words[layout.tokens_at : layout.lists_at[0]].reshape(-1, layout.tokens)
         if count == schedule.rows:
             positions[:count] = schedule.first
             tokens[:count] = self.slots.tokens[schedule.slots, self._read(schedule.first)]
@@ -279,6 +280,18 @@ class Packer:
             for row, first, last, source in schedule.images.spans:
                 at = int(rows.ends[row] - schedule.ends[row]) + first
                 tokens[at : at + last - first] = image_ids(source, last - first)
+        if layout.places:
+            places = words[layout.places_at : layout.lists_at[0]].reshape(-1, layout.tokens)
+            places[:, :count] = positions[:count] + self.slots.shift[slots[:count]]
+            self._write_places(places, schedule, rows)
+
+    def _write_places(self, places: np.ndarray, schedule: Schedule, rows: _Rows) -> None:
+        """Write the places of tokens before the end of their prompt's last image."""
+        for row in range(schedule.num_decode, schedule.rows):
+            own = self.slots.places.get(int(schedule.slots[row]))
+            if own is not None and (known := own[:, schedule.first[row] : schedule.ends[row]]).size:
+                at = int(rows.ends[row] - schedule.extend[row])
+                places[:, at : at + known.shape[1]] = known
 
     def _read(self, positions: np.ndarray) -> np.ndarray:
         """Return the positions of the tokens that are read at ``positions``.

@@ -13,6 +13,9 @@ import PIL.Image
 from preheat.errors import ModelError
 
 KINDS = ("CLIPImageProcessor", "LlavaImageProcessor")
+ANY_SIZE = "Qwen2VLImageProcessor"
+"""The processor of images of any size, see :mod:`preheat.frontend.grid_config`."""
+
 CLIP_MEAN = (0.48145466, 0.4578275, 0.40821073)
 CLIP_STD = (0.26862954, 0.26130258, 0.27577711)
 
@@ -36,8 +39,8 @@ class PixelConfig:
     std: tuple[float, ...] | None
 
     @classmethod
-    def read(cls, folder: Path) -> PixelConfig | None:
-        """Read the config from the files of a checkpoint.
+    def read(cls, folder: Path, *, any_size: bool = False) -> PixelConfig | None:
+        """Read the config from the files of a checkpoint; with ``any_size`` without the size of images.
 
         Return None if they have no config. Raises ModelError if a value is not supported.
         """
@@ -48,13 +51,27 @@ class PixelConfig:
         if not values:
             return None
         kind = str(values.get("image_processor_type", KINDS[0])).removesuffix("Fast").removesuffix("Pil")
-        if kind not in KINDS:
-            only = " and ".join(KINDS)
+        kinds = (ANY_SIZE,) if any_size else KINDS
+        if kind not in kinds:
+            only = " and ".join(kinds)
             raise ModelError(f"{folder}: image_processor_type {kind!r} is not supported, only {only} are")
         for name, usual in (("do_pad", False), ("do_convert_rgb", True)):
             if values.get(name, usual) not in (None, usual):
                 raise ModelError(f"{folder}: {name} {values[name]!r} of the image processor is not supported")
+        if any_size:
+            if not values.get("do_resize", True):
+                raise ModelError(f"{folder}: do_resize false of the image processor is not supported")
+            values = {**values, "do_resize": False, "do_center_crop": False}
         return _pixel_config(folder, values)
+
+    def arranged(self, planes: np.ndarray) -> tuple[np.ndarray, None]:
+        """Return ``planes`` [channels, height, width] as the model's input; there is no grid."""
+        return planes, None
+
+    @property
+    def resizes(self) -> bool:
+        """Whether an image is resized, whatever its size."""
+        return self.shortest_edge is not None or self.width is not None
 
     def size_of(self, width: int, height: int) -> tuple[int, int]:
         """Return width and height after resizing."""

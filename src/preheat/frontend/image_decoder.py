@@ -5,8 +5,8 @@ image is converted to RGB. The shortest side is resized and the center is croppe
 are rescaled in float64, rounded to float32, less the mean, divided by the deviation. A value has 8 bits, so the last
 steps are a table.
 
-An image's hash is the hash of the encoder's input: the 8-bit pixels after the crop, and the processor's config. The
-sender's words about the image are not part of it.
+An image's hash is the hash of the encoder's input: the 8-bit pixels after the crop, the processor's config, and the
+grid of an image of any size. The sender's words about the image are not part of it.
 
 The cost of an image is checked before it is decoded: its pixels and, for a JPEG, its scans. Each scan goes over all
 pixels once more, however few bytes it has.
@@ -26,6 +26,7 @@ import PIL.ImageOps
 
 from preheat.core import Image
 from preheat.errors import InvalidRequest
+from preheat.frontend.grid_config import GridConfig
 from preheat.frontend.image_config import PixelConfig
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
@@ -53,7 +54,7 @@ class TooManyPixels(Exception):
 class Decoder:
     """Decoder of files by ``config``, of at most ``max_pixels`` before and after resizing."""
 
-    def __init__(self, config: PixelConfig, max_pixels: int) -> None:
+    def __init__(self, config: PixelConfig | GridConfig, max_pixels: int) -> None:
         self.config, self.max_pixels = config, max_pixels
         self._table, self._name = config.table(), json.dumps(asdict(config)).encode()
 
@@ -72,10 +73,11 @@ class Decoder:
             raise
         except Exception as error:  # decoders raise anything
             raise _undecodable(error) from error
-        digest = blake2b(self._name, digest_size=HASH_BYTES)
-        digest.update(pixels.tobytes())
         planes = [table[plane] for table, plane in zip(self._table, pixels.transpose(2, 0, 1), strict=True)]
-        return Image(digest.digest(), np.stack(planes).tobytes())
+        values, grid = self.config.arranged(np.stack(planes))
+        digest = blake2b(self._name if grid is None else self._name + b"%d x %d" % grid, digest_size=HASH_BYTES)
+        digest.update(pixels.tobytes())
+        return Image(digest.digest(), values.tobytes(), grid=grid)
 
     def _opened(self, data: bytes, most: int | None) -> PIL.Image.Image:
         image: PIL.Image.Image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)  # reads the header alone
@@ -114,7 +116,7 @@ class Decoder:
         """Return the pixels, uint8 [height, width, 3], resized and cropped."""
         image = _rgb(image)
         resized = self.config.size_of(*image.size)
-        if resized != image.size or self.config.shortest_edge is not None or self.config.width is not None:
+        if resized != image.size or self.config.resizes:
             image = image.resize(resized, PIL.Image.Resampling(self.config.resample))
         if self.config.crop is None:
             return np.asarray(image)

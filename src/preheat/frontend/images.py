@@ -10,6 +10,7 @@ import PIL.Image
 
 from preheat.core import Image, Segment
 from preheat.errors import InvalidRequest, ModelError, SettingsError
+from preheat.frontend.grid_config import GridConfig
 from preheat.frontend.image_config import CLIP_MEAN, CLIP_STD, PixelConfig
 from preheat.frontend.image_decoder import Decoder, samples
 from preheat.frontend.image_processes import ImageProcesses
@@ -25,15 +26,15 @@ Source = str | PIL.Image.Image
 class Images:
     """Images of one model's requests.
 
-    Each image takes ``tokens`` positions of ``token_id`` in a prompt. ``size``: the side of the image that the model
-    needs. ``limit``: the most images in a prompt, None for as many as fit. ``max_pixels``: the most pixels of an image.
-    Raises ModelError if ``config`` makes images of another size, SettingsError if ``max_pixels`` is less than an image
-    of this size.
+    Each image takes ``tokens`` positions of ``token_id`` in a prompt; an image of any size takes at least as many.
+    ``size``: the side of the image that the model needs, 0 for any size. ``limit``: the most images in a prompt, None
+    for as many as fit. ``max_pixels``: the most pixels of an image. Raises ModelError if ``config`` makes images of
+    another size, SettingsError if ``max_pixels`` is less than the smallest image.
     """
 
     def __init__(
         self,
-        config: PixelConfig,
+        config: PixelConfig | GridConfig,
         reader: MediaReader,
         *,
         size: int,
@@ -42,12 +43,13 @@ class Images:
         limit: int | None = None,
         max_pixels: int,
     ) -> None:
-        found = config.crop or (config.height, config.width)
-        if found != (size, size):
+        least = config.least if isinstance(config, GridConfig) else size**2
+        if isinstance(config, PixelConfig) and (found := config.crop or (config.height, config.width)) != (size, size):
             raise ModelError(f"the image processor makes images of {found}, and the vision tower needs {(size, size)}")
-        if max_pixels < size**2:
+        if max_pixels < least:
             raise SettingsError(
-                f"max_image_pixels {max_pixels} is less than the {size} x {size} that every image is resized to",
+                f"max_image_pixels {max_pixels} is less than the {least} pixels that every image is resized to: raise "
+                "it",
                 param="max_image_pixels",
             )
         self.tokens, self.token_id, self.limit = tokens, token_id, limit
@@ -88,8 +90,10 @@ class Images:
         segments: list[Segment] = []
         for id in ids:
             if id == self.token_id:
-                segments.append(Segment(len(found), len(found) + self.tokens, images[len(segments)]))
-                found += [id] * self.tokens
+                image = images[len(segments)]
+                tokens = image.cells or self.tokens
+                segments.append(Segment(len(found), len(found) + tokens, image))
+                found += [id] * tokens
             else:
                 found.append(id)
         return found, segments

@@ -210,7 +210,7 @@ class InputProcessor:
                 param="messages",
             )
         tokens = count * self._images.tokens
-        _check_prompt_length(tokens, self._limits(), f"{count} images of {self._images.tokens} tokens each")
+        _check_prompt_length(tokens, self._limits(), f"{count} images of {self._images.tokens} tokens or more each")
 
     def _with_images(self, ids: list[int], images: Sequence[Image]) -> tuple[list[int], list[Segment]]:
         self.check_images(len(images))

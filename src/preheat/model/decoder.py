@@ -12,9 +12,13 @@ from preheat.backends.base import Attend, FusedInput, LayerFunctions, Norm, Regi
 from preheat.model.layers import DecoderLayer, Weights, fused, joined, normed
 from preheat.model.rope import query_factors, rope_table
 from preheat.model.specs import ModelSpec
+from preheat.model.turns import StepTurns
 from preheat.ops.distances import distance_table
 
 Inputs = tuple[FusedInput | None, FusedInput | None]
+
+Deep = Callable[[int, Tensor], bool]
+"""Adder of embeddings behind a layer: ``deep(layer, residual)`` adds to some rows in place; False: it has none."""
 
 Tap = Callable[[int, Tensor], None]
 """Reader of the residual stream: ``tap(layer, residual)`` is called after a layer.
@@ -64,8 +68,9 @@ class Decoder:
 
     Call it under inference mode. A layer is two regions around attention, each compiled by ``build``. ``ropes[layer]``
     [max_model_len, 2, 1, dim] are the cosines and sines of each position, ``alibi[layer]`` fp32 [heads] the slopes, if
-    it has any; ``growth`` [max_model_len] the factors of queries. Layers of the same kind share them. :meth:`finish`
-    runs the rest of the last layer, only for sampled tokens.
+    it has any; ``growth`` [max_model_len] the factors of queries. Layers of the same kind share them. Where tokens have
+    places on several axes, ``turns`` has the rows of a step of at most ``max_tokens`` tokens, for all layers.
+    :meth:`finish` runs the rest of the last layer, only for sampled tokens.
     """
 
     def __init__(
@@ -75,6 +80,8 @@ class Decoder:
         max_model_len: int,
         build: Callable[[Region], Region] = lambda region: region,
         dtype: torch.dtype | None = None,
+        *,
+        max_tokens: int = 0,
     ) -> None:
         self.spec, self.weights = spec, weights
         self.dtype = weights.embedding.dtype if dtype is None else dtype
@@ -86,6 +93,7 @@ class Decoder:
             for rope, dim in set(kinds)
         }
         self.ropes = [tables[kind] for kind in kinds]
+        self.turns = self._turns(max_tokens)
         slopes = {
             each: None if each is None else torch.tensor(each, dtype=torch.float32, device=device)
             for each in {layer.attention.alibi for layer in spec.layers}
@@ -103,6 +111,13 @@ class Decoder:
         self._eager = project, after_attention
         self._built = build(project), build(after_attention)
 
+    def _turns(self, max_tokens: int) -> StepTurns | None:
+        """Return the rotations of a step by places; None where tokens turn by their position, or without steps."""
+        rope, table = self.spec.layers[0].attention.rope, self.ropes[0]
+        if rope is None or table is None or not (rope.sections and max_tokens):
+            return None
+        return StepTurns(table, rope.sections, max_tokens)
+
     def tables(self) -> Iterator[Tensor]:
         """Yield the tables of positions, and the tables of functions. No step writes them."""
         for tables in (self.ropes, self.alibi, self.growth):
@@ -119,11 +134,12 @@ class Decoder:
         given: Tensor | None = None,
         eager: bool = False,
         tap: Tap | None = None,
+        deep: Deep | None = None,
     ) -> Tensor:
         """Return the output of the last layer's attention.
 
         ``residual`` [tokens, hidden] are the embeddings; they are overwritten. ``eager`` runs the regions uncompiled.
-        ``tap`` is called after every layer but the last.
+        ``deep`` and then ``tap`` are called after every layer but the last.
 
         ``only`` runs some of the layers, ascending. Without the last layer among them, the input of the next layer is
         returned. Pass it as ``given`` together with ``residual`` to continue.
@@ -132,7 +148,7 @@ class Decoder:
         weights = self.weights.layers
         part = range(len(weights)) if only is None else only
         if self.functions is not None:
-            return self._by_functions(self.functions, residual, part, given, tap)
+            return self._by_functions(self.functions, residual, part, given, (deep, tap))
         x = self._first(residual) if given is None else given
         for index in part:
             attended = attend(index, before(x, weights[index], self.spec.layers[index].attention.head_dim))
@@ -141,19 +157,25 @@ class Decoder:
             following = None if index == part[-1] else self._fused[index + 1][0]
             norm = weights[index + 1].input_norm
             x = after(attended, residual, weights[index], norm, (self._fused[index][1], following))
+            if deep is not None and deep(index, residual):
+                x = normed(norm, residual, None, following)
             if tap is not None:
                 tap(index, residual)
         return x
 
     def _by_functions(
-        self, functions: LayerFunctions, residual: Tensor, part: Sequence[int], given: Tensor | None, tap: Tap | None
-    ) -> Tensor:
+        self, functions: LayerFunctions, residual: Tensor, part: Sequence[int], given: Tensor | None,
+        calls: tuple[Deep | None, Tap | None],
+    ) -> Tensor:  # fmt: skip
         """Run the layers of ``part`` as :meth:`layers` does; the next layer's input is the residual stream itself."""
-        if tap is None:
-            return functions.layers(part, residual, given)
-        for index in part:
+        deep, tap = calls
+        for at, index in enumerate(part):
+            if deep is None and tap is None:
+                return functions.layers(part[at:], residual, given)
             out = functions.layers([index], residual, given)
-            if index != self._last:
+            if deep is not None and (index == self._last or not deep(index, residual)):
+                deep = None
+            if tap is not None and index != self._last:
                 tap(index, residual)
         return out
 

@@ -35,6 +35,9 @@ _IN_REPOSITORY = re.compile(r"([\w.-]+/[\w.-]+-gguf)(?::([\w.-]+))?", re.IGNOREC
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 
+PREPROCESSOR, PROCESSOR = "preprocessor_config.json", "processor_config.json"
+"""Files with the config of an image processor: all of the first one, or ``image_processor`` in the second one."""
+
 _SMALL_FILES = ["*.json", "*.jinja", "tokenizer.model"]
 _WEIGHT_FILES = ["*.safetensors"]
 _NOT_NEEDED = ["[!a]*/*", "a[!d]*/*", "ad[!d]*/*", "consolidated*"]
@@ -156,14 +159,25 @@ def read_config(directory: Path, overrides: Mapping[str, Any] | None = None) -> 
     """Return ``config.json`` with the fields of ``overrides`` (``--hf-overrides``).
 
     :func:`preheat.model.families.read_spec` takes the result. Without a ``quantization_config``, a
-    ``compression_config`` takes its place, or the quantization recorded in another file of the directory.
+    ``compression_config`` takes its place, or the quantization recorded in another file of the directory. A config with
+    a ``vision_config`` gets the image processor's as ``image_processor``: it decides how many tokens an image takes.
     """
     found = read_json(directory, "config.json")
     if found.get("quantization_config") is None:
         stored = found.pop("compression_config", None) or _stored_quantization(directory)
         if stored:
             found["quantization_config"] = stored
+    if "vision_config" in found and (processor := processor_config(directory)):
+        found["image_processor"] = processor
     return {**found, **(overrides or {})}
+
+
+def processor_config(directory: Path) -> dict[str, Any]:
+    """Return the config of a checkpoint's image processor; empty if there is none."""
+    values = read_json(directory, PREPROCESSOR) or read_json(directory, PROCESSOR).get("image_processor") or {}
+    if not isinstance(values, dict):
+        raise ModelError(f"{directory / PROCESSOR}: image_processor must be an object, got {values!r}")
+    return values
 
 
 def _stored_quantization(directory: Path) -> dict[str, Any] | None:

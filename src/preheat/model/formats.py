@@ -16,7 +16,7 @@ from preheat.model.formats_fp4 import MxFp4, NvFp4
 from preheat.model.formats_gguf import GgufCodes
 from preheat.model.formats_quantized import Awq, Fp8, Gptq, Online, PackQuantized, Shape, expert_modules, reorder
 from preheat.model.formats_stacked import Stacked, StackedMxFp4
-from preheat.model.specs import STACKED, STACKED_MXFP4, ExpertsSpec, HeadSpec, LinearSpec, NormSpec, leaves
+from preheat.model.specs import STACKED, STACKED_MXFP4, ExpertsSpec, HeadSpec, LinearSpec, NormSpec, PatchSpec, leaves
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -173,6 +173,6 @@ def expected_tensors(spec: object, formats: Mapping[str, LinearFormat] = FORMATS
             found |= formats[leaf.format].tensors(leaf)
         elif leaf.params:
             found[f"{leaf.name}.weight"] = leaf.shape
-            if isinstance(leaf, HeadSpec | NormSpec) and leaf.bias:
+            if isinstance(leaf, HeadSpec | NormSpec | PatchSpec) and leaf.bias:
                 found[f"{leaf.name}.bias"] = leaf.shape[:1]
     return found

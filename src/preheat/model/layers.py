@@ -16,6 +16,7 @@ from preheat.ops.delta import DeltaWeights
 from preheat.ops.quantization import plain_rows
 
 if TYPE_CHECKING:
+    from preheat.model.grid_vision import GridVisionWeights
     from preheat.model.vision import VisionWeights
 
 Linears = Iterator[tuple[str, Linear | ExpertsLayer]]
@@ -232,7 +233,7 @@ class Weights:
     final_norm: Norm
     head: Linear
     positions: Tensor | None = None
-    vision: VisionWeights | None = None
+    vision: VisionWeights | GridVisionWeights | None = None
     types: Tensor | None = None
     pooled_head: Sequence[HeadLayer | HeadNorm] = ()
     distances: Tensor | None = None

@@ -24,6 +24,7 @@ from preheat.backends.base import (
     Embedding,
     ExpertsLayer,
     ExpertsWeights,
+    Layer,
     LayerContext,
     LayerWeights,
     Linear,
@@ -37,6 +38,8 @@ from preheat.model.adapters import ModelAdapterSlots, make_adapter_slots
 from preheat.model.config import RunDtype, resolve_dtype
 from preheat.model.files import find_model
 from preheat.model.formats import FORMATS, LinearFormat
+from preheat.model.grid_specs import GridVisionSpec, MergerSpec
+from preheat.model.grid_vision import GridVisionWeights, Merger
 from preheat.model.kv_scales import identity, resolve_scales, with_kv_dtype
 from preheat.model.latent import Latent
 from preheat.model.latent_specs import LatentSpec, UpSpec
@@ -72,6 +75,7 @@ from preheat.model.specs import (
     ModelSpec,
     MoeSpec,
     NormSpec,
+    PatchSpec,
     SharedSpec,
     VectorSpec,
     VisionLayerSpec,
@@ -379,18 +383,33 @@ class WeightLoader:
         table = self.tensor(f"{spec.name}.weight", *spec.shape)[spec.unused :]
         return self._place(F.pad(table, (0, 0, 0, spec.spare)) if spec.spare else table)
 
-    def vision(self, spec: VisionSpec) -> VisionWeights:
-        kernel = self.tensor(f"{spec.patches.name}.weight", *spec.patches.shape)
+    def vision(self, spec: VisionSpec | GridVisionSpec) -> VisionWeights | GridVisionWeights:
+        if isinstance(spec, GridVisionSpec):
+            return GridVisionWeights(
+                patches=self.patches(spec.patches),
+                positions=self.table(spec.positions),
+                layers=[self.vision_layer(layer) for layer in spec.layers],
+                merger=self.merger(spec.merger),
+                deep=[self.merger(each) for each in spec.deep],
+            )
         return VisionWeights(
-            patches=self.backend.layer(
-                patches_of(spec.patches, self._dtype_name), LayerWeights(kernel.view(spec.patches.outputs, -1))
-            ),
+            patches=self.patches(spec.patches),
             cls=self._place(self.tensor(f"{spec.cls.name}.weight", *spec.cls.shape)),
             positions=self.table(spec.positions),
             pre_norm=self.norm(spec.pre_norm),
             layers=[self.vision_layer(layer) for layer in spec.layers],
             projector=self.dense(spec.projector),
         )
+
+    def patches(self, spec: PatchSpec) -> Layer:
+        """Return the layer that reads patches of images."""
+        kernel = self.tensor(f"{spec.name}.weight", *spec.shape)
+        bias = self.tensor(f"{spec.name}.bias", spec.outputs) if spec.bias else None
+        weights = LayerWeights(kernel.view(spec.outputs, -1), bias)
+        return self.backend.layer(patches_of(spec, self._dtype_name), weights)
+
+    def merger(self, spec: MergerSpec) -> Merger:
+        return Merger(self.norm(spec.norm), self.dense(spec.mlp), spec.norm.size, spec.mlp.gate_up.inputs)
 
     def vision_layer(self, spec: VisionLayerSpec) -> VisionLayer:
         return VisionLayer(

@@ -11,13 +11,16 @@ import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 from preheat.errors import ModelError
 from preheat.model.kv_spec import KVDtype, KVSpec
 from preheat.model.latent_specs import LatentSpec, UpSpec
 from preheat.model.recurrence_specs import ConvSpec, DeltaSpec
 from preheat.ops.kinds import Activation, NormKind, Scheme, Scoring
+
+if TYPE_CHECKING:
+    from preheat.model.grid_specs import GridVisionSpec
 
 RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -169,7 +172,8 @@ class RopeSpec:
     before scaling. ``low_freq_factor`` and ``high_freq_factor`` belong to kind llama3, the fields up to ``truncate`` to
     yarn (``attention_factor`` None: derived from ``factor``). Kind longrope divides each pair's frequency by its
     ``short_factor``, or by its ``long_factor`` if sequences may be longer than ``original_length``. ``partial``: the
-    part of a head's dimensions that turns. ``interleaved``: in a checkpoint, partners are neighbors.
+    part of a head's dimensions that turns. ``interleaved``: in a checkpoint, partners are neighbors. ``sections``: a
+    token has a place on three axes, and a pair turns by its place on one of them (:mod:`preheat.model.turns`).
     """
 
     kind: RopeKind
@@ -186,6 +190,7 @@ class RopeSpec:
     long_factor: tuple[float, ...] = ()
     partial: float = 1.0
     interleaved: bool = False
+    sections: tuple[int, ...] = ()
 
     def turned(self, head_dim: int) -> int:
         """Return the number of a head's dimensions that turn.
@@ -404,26 +409,30 @@ class PatchSpec:
     """The map from patches of an image to ``outputs`` numbers each.
 
     Patches are squares of ``size`` pixels in ``channels`` colors and do not overlap. ``name`` is the checkpoint's
-    module, a convolution without a bias.
+    module, a convolution. With ``frames`` a patch has as many pictures, which follow one another; 0: the module has no
+    such axis.
     """
 
     name: str
     outputs: int
     channels: int
     size: int
+    frames: int = 0
+    bias: bool = False
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.outputs, self.channels, self.size, self.size
+        frames = (self.frames,) if self.frames else ()
+        return self.outputs, self.channels, *frames, self.size, self.size
 
     @property
     def inputs(self) -> int:
         """Numbers in a patch."""
-        return self.channels * self.size**2
+        return self.channels * max(self.frames, 1) * self.size**2
 
     @property
     def params(self) -> int:
-        return self.outputs * self.inputs
+        return self.outputs * (self.inputs + self.bias)
 
 
 @dataclass(frozen=True)
@@ -522,6 +531,8 @@ class VisionSpec:
     projector: DenseSpec
     keeps_cls: bool
     image_token: int
+
+    any_size: ClassVar[bool] = False
 
     @property
     def num_patches(self) -> int:
@@ -678,7 +689,7 @@ class ModelSpec:
     types: EmbeddingSpec | None = None
     renames: tuple[Rename, ...] = ()
     ignored: tuple[str, ...] = ()
-    vision: VisionSpec | None = None
+    vision: VisionSpec | GridVisionSpec | None = None
     elsewhere: tuple[str, ...] = ()
     pools_first: bool = False
     pooled_head: tuple[HeadSpec | NormSpec, ...] = ()
@@ -686,8 +697,13 @@ class ModelSpec:
 
     @property
     def image_tokens(self) -> int:
-        """Positions of an image in the prompt; 0: the model sees no images."""
+        """The most positions of an image in the prompt; 0: the model sees no images."""
         return self.vision.tokens if self.vision else 0
+
+    @property
+    def any_size(self) -> bool:
+        """Whether images have as many positions as their size asks for."""
+        return self.vision is not None and self.vision.any_size
 
     @property
     def folders(self) -> tuple[str, ...]:

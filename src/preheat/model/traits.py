@@ -31,8 +31,8 @@ def check_traits(settings: Settings, facts: Facts, mode: Mode | None = None) -> 
 def model_traits(spec: ModelSpec, *, pools: bool) -> frozenset[str]:
     """Return the traits of a model; ``pools``: it pools."""
     kinds = {scheme.kind for scheme in spec.weight_bytes(1) if scheme is not None}
-    more = {"images": spec.vision is not None, "pooling": pools, "encoder": spec.encodes, "states": spec.has_states,
-            "latents": spec.attentions[0].latent is not None}  # fmt: skip
+    more = {"images": spec.vision is not None, "any_size": spec.any_size, "pooling": pools, "encoder": spec.encodes,
+            "states": spec.has_states, "latents": spec.attentions[0].latent is not None}  # fmt: skip
     return frozenset(kinds.union(name for name, on in more.items() if on))
 
 

@@ -84,7 +84,8 @@ def embedding_of(spec: EmbeddingSpec, dtype: Dtype, room: AdapterLimits) -> Matm
 
 def patches_of(spec: PatchSpec, dtype: Dtype) -> Matmul:
     """Return the value of the layer that reads an image's patches."""
-    return Matmul(outputs=spec.outputs, inputs=spec.inputs, weight=WeightFormat(dtype))
+    finish = Finish(bias=True) if spec.bias else Finish()
+    return Matmul(outputs=spec.outputs, inputs=spec.inputs, weight=WeightFormat(dtype), finish=finish)
 
 
 def experts_of(spec: MoeSpec, dtype: Dtype, room: AdapterLimits | None = None) -> Experts:

@@ -83,3 +83,7 @@ class Scheme:
         """
         codes = outputs * inputs * self.bits // 8
         return codes + outputs * self.groups(inputs) * (4 + 4 * self.zeros) + 4 * inputs * self.indexed
+
+
+QUERIES = 256
+"""Queries of a tile of an image's attention, see :mod:`preheat.ops.image_attention`."""

@@ -79,6 +79,7 @@ def plan(
         max_positions,
         block_bytes,
         image_tokens=spec.image_tokens,
+        any_size=spec.any_size,
         spare=SPARE * spec.encodes,
         groups=grouping.groups,
         states=more_states(settings) if spec.has_states else 0,

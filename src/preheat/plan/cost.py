@@ -79,6 +79,8 @@ class SpecLike(Protocol):
     @property
     def image_tokens(self) -> int: ...
     @property
+    def any_size(self) -> bool: ...
+    @property
     def layer_windows(self) -> tuple[int | None, ...]: ...
     @property
     def max_position_embeddings(self) -> int: ...
@@ -93,7 +95,7 @@ class ModelSizes:
     the part ``expert_share`` of the experts. ``head_params`` are the weights of the output head, without embeddings.
     ``..._bytes`` are the bytes of these weights as a device holds them. ``kv_heads`` are the most of any layer.
     ``dtype_bytes`` is for activations and cache. An image has ``vision_positions`` positions in its encoder of
-    ``vision_params`` weights.
+    ``vision_params`` weights, and ``vision_tokens`` positions of a prompt; images of any size have at most as many.
     """
 
     hidden: int
@@ -113,6 +115,7 @@ class ModelSizes:
     vision_params: int = 0
     vision_positions: int = 0
     vision_bytes_per_image: int = 0
+    vision_tokens: int = 0
 
     @classmethod
     def of(cls, spec: SpecLike, dtype_bytes: int = 2) -> ModelSizes:
@@ -139,6 +142,7 @@ class ModelSizes:
             vision_params=spec.vision.step_params if spec.vision else 0,
             vision_positions=spec.vision.num_positions if spec.vision else 0,
             vision_bytes_per_image=dtype_bytes * spec.vision.activations if spec.vision else 0,
+            vision_tokens=spec.image_tokens,
         )
 
     def read_by(self, tokens: int) -> float:
@@ -192,11 +196,12 @@ class Costs:
         flops = 2.0 * self.sizes.layer_params * CHECK_TOKENS
         return self._known(name, flops, 0, 0, CHECK_STEPS * self.machine.step_overhead)
 
-    def encoder(self, name: str, images: int) -> Cost:
-        """Return the cost of encoding ``images`` images at once."""
+    def encoder(self, name: str, images: int, cells: int = 0) -> Cost:
+        """Return the cost of encoding ``images`` images at once, or an image of any size that pads to ``cells``."""
         sizes = self.sizes
-        work, reads = images * sizes.vision_bytes_per_image, sizes.vision_params * sizes.dtype_bytes
-        flops = 2.0 * sizes.vision_params * sizes.vision_positions * images
+        count = cells / sizes.vision_tokens if cells else images
+        work, reads = int(count * sizes.vision_bytes_per_image), sizes.vision_params * sizes.dtype_bytes
+        flops = 2.0 * sizes.vision_params * sizes.vision_positions * count
         return self._known(name, flops, reads + work, work, self.machine.step_overhead)
 
     def grammar(self, name: str) -> Cost:

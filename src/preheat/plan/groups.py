@@ -22,6 +22,8 @@ class Windows(Protocol):
 
     @property
     def image_tokens(self) -> int: ...
+    @property
+    def any_size(self) -> bool: ...
 
     @property
     def max_position_embeddings(self) -> int: ...
@@ -75,7 +77,12 @@ def _obstacle(settings: Settings, facts: Facts, spec: Windows, mode: Mode | None
         return "disable_hybrid_kv_cache_manager is set"
     if not settings.enable_chunked_prefill:
         return "without enable_chunked_prefill a prompt must fit into the cache as a whole"
-    more = {"images": spec.image_tokens > 0, "encoder": spec.encodes, mode or "": mode is not None}
+    more = {
+        "images": spec.image_tokens > 0,
+        "any_size": spec.any_size,
+        "encoder": spec.encodes,
+        mode or "": mode is not None,
+    }
     on = traits_of(settings) | {name for name, applies in more.items() if applies}
     return reason_against("groups", on, facts.lacks)
 

@@ -72,8 +72,8 @@ class ItemRunner(Protocol):
     def sample(self, program: Program[int], params: SamplingParams, times: int) -> None:
         """Sample the rows of ``program`` with ``params``, ``times`` times in a row."""
 
-    def encode(self, images: int) -> None:
-        """Encode ``images`` images at once."""
+    def encode(self, images: int, cells: int = 0) -> None:
+        """Encode ``images`` images at once; images of any size have ``cells``."""
 
     def swap(self, pairs: int) -> None:
         """Run the program that swaps ``pairs`` pairs of blocks.
@@ -338,32 +338,35 @@ class PoolerItem(Item):
 
 @dataclass(frozen=True, slots=True)
 class EncoderItem(Item):
-    """The program that encodes ``images`` images.
+    """The program that encodes ``images`` images, or one image of any size that pads to ``cells``.
 
     Only models that see images have any.
     """
 
     KIND = "encoder"
     images: int
+    cells: int = 0
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Iterable[EncoderItem]:
         """Return items largest first; the largest needs the most memory."""
+        if plan.limits.rungs:
+            return (cls(1, cells) for cells in reversed(plan.limits.rungs))
         return (cls(images) for images in ENCODER_SIZES if images <= plan.limits.max_images)
 
     @property
     def shape(self) -> dict[str, Any]:
-        return {"images": self.images}
+        return {"cells": self.cells} if self.cells else {"images": self.images}
 
     @property
     def program(self) -> Program[int]:
-        return Program("encoder", self.images)
+        return Program("encoder", self.cells or self.images)
 
     def cost(self, costs: Costs) -> Cost:
-        return costs.encoder(self.name, self.images)
+        return costs.encoder(self.name, self.images, self.cells)
 
     def run(self, warm: ItemRunner) -> None:
-        warm.encode(self.images)
+        warm.encode(self.images, self.cells)
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Generic, Literal, NamedTuple, TypeVar
 
-from preheat.core import Level
+from preheat.core import Image, Level
 from preheat.plan.buckets import Bucket
+from preheat.utils.rungs import rung_of
 
 Kind = Literal["forward", "sampler", "head", "encoder", "swap", "offload"]
 S_co = TypeVar("S_co", covariant=True)
@@ -15,8 +17,8 @@ class Program(NamedTuple, Generic[S_co]):
     """The key of a program: all values that decide its launches.
 
     ``size`` depends on the kind: the bucket of a forward step, the rows of the sampler or of the head, the images of
-    the encoder. For a swap it is the pairs of blocks, for an offload its direction. ``level`` is the sampler's.
-    ``adapted``: some rows have adapters. ``draft``: the draft model runs it.
+    the encoder, or the cells of the rung of an image of any size. For a swap it is the pairs of blocks, for an offload
+    its direction. ``level`` is the sampler's. ``adapted``: some rows have adapters. ``draft``: the draft model runs it.
     """
 
     kind: Kind
@@ -44,6 +46,13 @@ class Part(NamedTuple):
 
 ENCODER_SIZES = (4, 2, 1)
 """How many images are encoded at once, largest first."""
+
+
+def programs_of_images(images: Sequence[Image]) -> list[Program[int]]:
+    """Return the programs that encode ``images``: an image of any size by itself, padded to its rung."""
+    if images and images[0].grid is not None:
+        return [Program("encoder", rung_of(image.cells)) for image in images]
+    return encoder_programs(len(images))
 
 
 def encoder_programs(images: int) -> list[Program[int]]:

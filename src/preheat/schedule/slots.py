@@ -19,6 +19,7 @@ import numpy as np
 
 from preheat.core import Request, SamplingParams
 from preheat.schedule.grammar import GrammarState
+from preheat.schedule.turns import places_of
 
 NO_LOGPROBS = -1
 UNSEEN = -1
@@ -116,6 +117,8 @@ class Slots(SamplingFields):
         self.prompt_len = np.zeros(n, np.int32)
         self.max_len = np.zeros(n, np.int32)  # prompt_len + max_tokens
         self.image_end = np.zeros(n, np.int32)  # the end of the prompt's last image
+        self.shift = np.zeros(n, np.int32)  # behind it: a token's place less its position, see schedule.turns
+        self.places: dict[int, np.ndarray] = {}  # before it, by slot: slots without places of their own are left out
         self.adapter = np.full(n, NO_ADAPTER, np.int32)  # the adapter slot
         self.min_len = np.zeros(n, np.int32)  # prompt_len + min_tokens: no stop id before
         self.seed = np.zeros(n, np.uint64)
@@ -170,11 +173,23 @@ class Slots(SamplingFields):
         self.adapter[slot] = NO_ADAPTER
         self.max_len[slot] = self.prompt_len[slot] + request.max_tokens
         self.image_end[slot] = request.segments[-1].end if request.segments else 0
+        self._place(slot, request)
         # A grammar's masks keep to min_tokens themselves, because a text that is complete must end.
         own = 0 if request.params.masked else request.params.min_tokens
         self.min_len[slot] = self.prompt_len[slot] + own
         self.describe(slot, request)
         self._take_stop_ids(slot, request.stop_ids)
+
+    def _place(self, slot: int | np.ndarray, request: Request) -> None:
+        """Keep the places of the prompt's tokens."""
+        places = places_of(request.segments)
+        self.shift[slot] = 0 if places is None else places.shift
+        if places is None and not self.places:
+            return
+        for each in np.atleast_1d(slot).tolist():
+            self.places.pop(each, None)
+            if places is not None:
+                self.places[each] = places.within
 
     def set_blocks(
         self, slots: Index, columns: Index, blocks: int | list[int] | np.ndarray, group: int | slice = 0

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from preheat.core import Image, Segment
 from preheat.errors import NotInvariant
-from preheat.execution.encoder import Given, noise
+from preheat.execution.encoder import Given
 from preheat.frontend.prompt_embeds import PromptEmbeds
+from preheat.limits import CHECKED_GRID
 from preheat.ops.embedding import rows_of
 from preheat.plan.programs import ENCODER_SIZES
 from preheat.schedule.images import EncoderCache
@@ -33,8 +34,9 @@ class ImageCheck:
         self._name = encoder.tower.name
         self._runner, self._encoder, limits = runner, encoder, runner.plan.limits
         self._tokens = rng.integers(runner.vocab_size, size=image_context(limits), dtype=np.int32)
-        self._images = [noise(encoder.tower, number) for number in range(ENCODER_SIZES[0])]
-        self._segments = [Segment(BEFORE_IMAGE, BEFORE_IMAGE + limits.image_tokens, self._images[0])]
+        grid = CHECKED_GRID if limits.rungs else None
+        self._images = [encoder.noise(number, grid) for number in range(ENCODER_SIZES[0])]
+        self._segments = [Segment(BEFORE_IMAGE, BEFORE_IMAGE + limits.checked_image, self._images[0])]
         self._expected: Tensor | None = None
 
     def first(self) -> Tensor:
@@ -64,7 +66,7 @@ class ImageCheck:
         It is cut into ragged chunks, some of which end within the image, and read behind cached blocks.
         """
         yield "when it is computed again", self._logits([self._most()] * 2)
-        tokens, size = self._runner.plan.limits.image_tokens, self._runner.slots.block_size
+        tokens, size = self._runner.plan.limits.checked_image, self._runner.slots.block_size
         if min(self._most(), tokens) > 1:
             sizes = (BEFORE_IMAGE + tokens // 3, max(tokens // 3, 1))
             yield "in chunks", self._logits([min(size, self._most()) for size in sizes])
@@ -121,6 +123,8 @@ class ImageCheck:
 
         Returns how many were compared.
         """
+        if self._runner.plan.limits.rungs:
+            return self._compare_padding()
         expected = [self._encoded([image])[0] for image in self._images]
         count = 0
         for size in ENCODER_SIZES:
@@ -133,6 +137,27 @@ class ImageCheck:
                         raise NotInvariant(f"{self._name}: one has other embeddings among {size} than alone")
                     count += 1
         return count
+
+    def _compare_padding(self) -> int:
+        """Compare an image's embeddings behind others, with more and with fewer patches, with the first ones.
+
+        Padding has the patches of others then, of two images at least. Returns how many were compared.
+        """
+        image, limits = self._images[0], self._runner.plan.limits
+        expected, count = self._cells(image), 0
+        for number, cells in enumerate((limits.rungs[0], limits.rungs[0], 1), 1):
+            self._encoded([self._encoder.noise(number, (1, cells))])
+            if not torch.equal(self._cells(image), expected):
+                raise NotInvariant(f"{self._name}: one has other embeddings behind one of {cells} cells")
+            count += 1
+        return count
+
+    def _cells(self, image: Image) -> Tensor:
+        """Return the bits of all embeddings of an image of any size, without padding."""
+        self._encoded([image])
+        deep = self._encoder.deep
+        tables = [self._encoder.embeddings, *([] if deep is None else deep.kept.unbind(0))]
+        return torch.stack([table[: image.cells] for table in tables]).view(torch.uint8).cpu().clone()
 
     def _encoded(self, images: list[Image]) -> list[Tensor]:
         """Return the bits of the embeddings of ``images``, encoded together."""

@@ -158,7 +158,7 @@ def image_context(limits: Limits) -> int:
 
     A piece of embeddings counts as one.
     """
-    return BEFORE_IMAGE + limits.image_tokens + AFTER_IMAGE
+    return BEFORE_IMAGE + limits.checked_image + AFTER_IMAGE
 
 
 def _room(limits: Limits) -> int:

@@ -15,7 +15,7 @@ from msgspec.structs import replace
 from torch import Tensor
 
 from preheat.core import Image, SamplingParams, Segment, Stats
-from preheat.execution.encoder import noise
+from preheat.limits import Limits
 from preheat.lora.random import random_adapter
 from preheat.verify.compare import Divergence, Seen
 from preheat.verify.drive import Answer, Engine, Prompts, in_groups
@@ -235,6 +235,10 @@ All prompts begin with the same text, and prompts with as many images have the s
 """
 
 
+GRIDS = (3, 2), (2, 3), (4, 5), (1, 20)
+"""Rows and columns of images of any size: pairs of them have as many positions, and other places."""
+
+
 def images(engine: Engine, sizes: Sizes) -> PromptSet:
     """Run prompts with images, or with pieces of embeddings.
 
@@ -243,21 +247,22 @@ def images(engine: Engine, sizes: Sizes) -> PromptSet:
     encoder = engine.loop.executor.encoder
     if encoder is None:
         return PromptSet([])
-    tower, draw, size = encoder.tower, random.Random(5), engine.loop.scheduler.limits.image_tokens
+    tower, draw, limits = encoder.tower, random.Random(5), engine.loop.scheduler.limits
     text = [[draw.randrange(engine.vocab_size) for _ in range(TEXT)] for _ in range(3)]
-    made = [noise(tower, number) for number in range(4)]
+    made = [encoder.noise(number, GRIDS[number] if limits.rungs else None) for number in range(4)]
     pictured = [
-        _pictured(text, [made[each] for each in pictures], size, tower.token, in_turn(sizes.outputs, number))
+        _pictured(text, [made[each] for each in pictures], limits, tower.token, in_turn(sizes.outputs, number))
         for number, pictures in enumerate(PICTURES)
     ]
     prompts = [each for each in pictured if len(each.tokens) <= engine.ready.max_model_len - sizes.outputs]
     return PromptSet(prompts, kind=tower.name).seen(engine, alone_and_cold(engine, prompts))
 
 
-def _pictured(text: list[list[int]], images: list[Image], size: int, token: int, params: SamplingParams) -> Prompt:
+def _pictured(text: list[list[int]], images: list[Image], limits: Limits, token: int, params: SamplingParams) -> Prompt:
     """Return a text, then each image with a text behind it."""
     tokens, segments = list(text[0]), list[Segment]()
     for image, behind in zip(images, text[1:], strict=False):
+        size = image.cells or limits.image_tokens
         segments.append(Segment(len(tokens), len(tokens) + size, image))
         tokens += [token] * size + behind
     return Prompt(tokens, params, segments=tuple(segments))

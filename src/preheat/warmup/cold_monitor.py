@@ -19,7 +19,7 @@ from preheat.errors import ColdStep
 from preheat.execution.input_batch import InputBatch
 from preheat.plan.buckets import Bucket
 from preheat.plan.plan import Plan
-from preheat.plan.programs import Program, encoder_programs
+from preheat.plan.programs import Program, programs_of_images
 from preheat.warmup.cold_sources import ColdSources
 from preheat.warmup.record import DONE, MAX_EVENTS, ColdEvent, ItemRecord, Record
 
@@ -201,7 +201,7 @@ def programs_of(event: InputBatch | Swaps) -> Programs:
         return (Program("swap", event.size),)
     programs = _of_step(event)
     if event.schedule.images is not None:
-        programs = *programs, *dict.fromkeys(encoder_programs(len(event.schedule.images.encode)))
+        programs = *programs, *dict.fromkeys(programs_of_images([image for _, image in event.schedule.images.encode]))
     if event.schedule.transfers:
         programs = *programs, *(Program("offload", transfer) for transfer in event.schedule.transfers)
     return programs

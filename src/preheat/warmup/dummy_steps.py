@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from preheat.core import SamplingParams, Swaps
-from preheat.execution.encoder import noise
 from preheat.execution.executor import Executor, LaunchedStep
 from preheat.execution.input_batch import InputBatch, Packer
 from preheat.model.decoder import Attended
@@ -89,11 +88,14 @@ class DummySteps:
         with self._batches.work([DummyRow(0, 1, decoding=True)]) as schedule:
             return self.executor.logits(self.packer.pack(schedule)).cpu().clone()
 
-    def encode(self, images: int) -> None:
-        """Encode ``images`` images of noise; nothing reads their embeddings."""
+    def encode(self, images: int, cells: int = 0) -> None:
+        """Encode ``images`` images of noise; nothing reads their embeddings.
+
+        Images of any size have ``cells``, in one row.
+        """
         assert self.executor.encoder is not None, "the model sees no images"
-        tower = self.executor.encoder.tower
-        self.executor.encode([(place, noise(tower, place)) for place in range(images)])
+        encoder, grid = self.executor.encoder, (1, cells) if cells else None
+        self.executor.encode([(place, encoder.noise(place, grid)) for place in range(images)])
 
     def swap(self, pairs: int) -> None:
         """Swap blocks 0 and 1 in every pair.

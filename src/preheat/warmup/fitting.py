@@ -137,6 +137,7 @@ class Fitting:
             usable=split.cache,
             cache_bytes=self._shared(self.backend.kv_cache_memory()),
             image_tokens=self.model.spec.image_tokens,
+            any_size=self.model.spec.any_size,
             spare=SPARE * self.model.spec.encodes,
             groups=self.model.groups,
             states=self._more_states,

@@ -20,7 +20,7 @@ from preheat.execution.build import Assembly, Build, build
 from preheat.model.loader import LoadedModel
 from preheat.plan.items import EncoderItem, SwapItem
 from preheat.plan.plan import Plan
-from preheat.plan.programs import Program, encoder_programs
+from preheat.plan.programs import Program
 from preheat.plan.sampler_settings import SAMPLER_SETTINGS
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
@@ -71,11 +71,11 @@ def _steps(settings: Settings, backend: Backend, model: LoadedModel, plan: Plan,
     slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size, len(limits.groups))
     packer, executor = build(settings, backend, model, plan, slots, how=Assembly("eager", num_blocks=CACHE_BLOCKS))
     params = SAMPLER_SETTINGS[ALL_AT_ONCE]
-    images = max((item.images for item in plan.items if isinstance(item, EncoderItem)), default=0)
+    largest = next((item for item in plan.items if isinstance(item, EncoderItem)), None)  # they come largest first
     adapted = (False,) if executor.adapters is None else (False, True)
     forwards = [Program("forward", plan.largest, adapted=each) for each in adapted]
     samplers = [Program("sampler", rows, level, each) for each in adapted for level in Level]
-    executor.compile([*forwards, *samplers, *encoder_programs(images)], os.cpu_count() or 1)
+    executor.compile([*forwards, *samplers, *([largest.program] if largest else [])], os.cpu_count() or 1)
     steps = DummySteps(plan, packer, executor)
     first = steps.logits()
     for each in adapted:
@@ -84,7 +84,7 @@ def _steps(settings: Settings, backend: Backend, model: LoadedModel, plan: Plan,
     pairs = max((item.pairs for item in plan.items if isinstance(item, SwapItem)), default=0)
     if pairs:
         steps.swap(pairs)
-    if images:
-        steps.encode(images)
+    if largest:
+        steps.encode(largest.images, largest.cells)
     backend.synchronize()
     return first

@@ -217,8 +217,8 @@ class WarmUp:
         elif self.steps.sample(program, params, times):
             self.graphs.after_sampling(program)
 
-    def encode(self, images: int) -> None:
-        self.steps.encode(images)
+    def encode(self, images: int, cells: int = 0) -> None:
+        self.steps.encode(images, cells)
 
     def swap(self, pairs: int) -> None:
         self.steps.swap(pairs)

@@ -119,13 +119,15 @@ class CpuAttention:
         """
         assert isinstance(work, CpuWork)
         self._work = work
-        for rope in {id(layer.rope): layer.rope for layer in self._layers if layer.rope is not None}.values():
-            cos, sin = rope.index_select(0, inputs.positions).unbind(1)
-            self._turns[id(rope)] = cos, sin
+        for rope, by_token in {
+            id(layer.rope): (layer.rope, layer.by_token) for layer in self._layers if layer.rope is not None
+        }.values():
+            rows = rope[: len(inputs.positions)] if by_token else rope.index_select(0, inputs.positions)
+            self._turns[id(rope)] = rows[:, 0], rows[:, 1]
         offset = inputs.positions.bitwise_and(self._block_size - 1).unsqueeze(1)
         self._new_rows = {entry: (first + offset).view(-1) for entry, first in work.first_rows.items()}
-        for rows in work.decode.values():
-            rows.move(inputs.positions)
+        for each in work.decode.values():
+            each.move(inputs.positions)
 
     def attend(self, inputs: StepInputs, out: Tensor) -> Attend:
         work = self._work

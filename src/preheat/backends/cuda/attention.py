@@ -140,7 +140,7 @@ class CudaAttention:
                 scales, value_scale = layer.kv_scales, layer.kv_scales[1]
             rope_and_write(
                 qkv, layer.rope, slots, positions, table, layer.cache, heads, layer.num_kv_heads, weight, eps, kind,
-                scales=scales, growth=layer.growth,
+                scales=scales, growth=layer.growth, by_token=layer.by_token,
             )  # fmt: skip
             query = qkv[:, :heads]
             if len(tiles):

@@ -61,7 +61,7 @@ def _rope_and_write(
     qkv, rope, growth, slots, positions, table, cache, weight, eps, key_scale, value_scale,
     block_stride, value_stride, kv_stride, max_blocks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, BLOCK: tl.constexpr,
-    PER_PROGRAM: tl.constexpr, KIND: tl.constexpr, MOST: tl.constexpr, overlap: tl.constexpr,
+    PER_PROGRAM: tl.constexpr, KIND: tl.constexpr, MOST: tl.constexpr, BY_TOKEN: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Process ``PER_PROGRAM`` heads of one token.
 
@@ -78,7 +78,8 @@ def _rope_and_write(
     slot = tl.load(slots + token).to(tl.int64)
     block = tl.load(table + slot * max_blocks + position // BLOCK).to(tl.int64)
     if rope is not None:
-        angles = rope + position.to(tl.int64) * (2 * DIM) + dims
+        row = token if BY_TOKEN else position
+        angles = rope + row.to(tl.int64) * (2 * DIM) + dims
         cos_left, cos_right = tl.load(angles, mask=inside, other=0.0), tl.load(angles + MIDDLE, mask=inside, other=0.0)
         sin_left, sin_right = (
             tl.load(angles + DIM, mask=inside, other=0.0),
@@ -158,6 +159,7 @@ def rope_and_write(
     *,
     scales: tuple[float, float] | None = None,
     growth: Tensor | None = None,
+    by_token: bool = False,
 ) -> None:
     """Apply the norm, if any, and rotary embedding to queries and keys; write keys and values to ``cache``.
 
@@ -168,7 +170,8 @@ def rope_and_write(
     ``table[slot, position // block size]``. ``norm`` [heads + kv heads, dim] holds the weights of a root-mean-square
     norm of this ``kind``. ``growth`` [positions] are factors of rotated queries. The host copies ``slots``,
     ``positions`` and ``table`` for each step. They are read before earlier kernels end, so no kernel may write them.
-    ``scales`` of keys and of values are for a ``cache`` of eight bits.
+    ``scales`` of keys and of values are for a ``cache`` of eight bits. ``by_token``: ``rope`` is [tokens, 2, dim], a
+    row for each token. An earlier kernel of the step writes it, and a kernel that waits for its end lies between them.
     """
     assert kind != "layer", "heads have root-mean-square norms"
     key_scale, value_scale = (None, None) if scales is None else scales
@@ -179,6 +182,6 @@ def rope_and_write(
         *cache.stride()[:3], table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2), BLOCK=block,
         PER_PROGRAM=HEADS_PER_PROGRAM, KIND=kind,
-        MOST=torch.finfo(cache.dtype).max if scales else 0.0,
+        MOST=torch.finfo(cache.dtype).max if scales else 0.0, BY_TOKEN=by_token,
         enable_fp_fusion=False, **options(num_warps=2, num_stages=1),
     )  # fmt: skip

@@ -268,8 +268,9 @@ class HpuAttention:
         if layer.qk_norm is not None:
             turned.copy_(layer.qk_norm(turned))
         if layer.rope is not None:
-            cos, sin = layer.rope.index_select(0, inputs.positions).unbind(1)
-            apply_rope_(turned, cos, sin)
+            at = inputs.positions
+            rows = layer.rope[: len(at)] if layer.by_token else layer.rope.index_select(0, at)
+            apply_rope_(turned, *rows.unbind(1))
         if layer.growth is not None:
             turned[:, :heads].mul_(layer.growth.index_select(0, inputs.positions)[:, None, None])
         place = inputs.slots * self._most + inputs.positions.div(self._size, rounding_mode="floor")

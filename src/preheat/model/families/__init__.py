@@ -6,6 +6,7 @@ here.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -35,10 +36,12 @@ from preheat.model.families import (
     qwen_vl,
     stablelm,
 )
+from preheat.model.families.common import with_layers
 from preheat.model.families.heads import classifying_decoder, with_classifier, with_token_head
 from preheat.model.families.needs import need_of
+from preheat.model.formats import expected_tensors
 from preheat.model.quantization import quantized
-from preheat.model.specs import ModelSpec, base_model
+from preheat.model.specs import LayerSpec, ModelSpec, base_model
 from preheat.settings import Settings
 from preheat.utils.encoders import CLASSIFIER, TOKENS, encoder_name
 from preheat.utils.text import misspelled
@@ -175,4 +178,22 @@ def spec_of(values: Mapping[str, Any], settings: Settings) -> ModelSpec:
     It is the spec of :func:`read_spec`, without an unused encoder.
     """
     spec = read_spec(values, settings.quantization)
-    return replace(spec, vision=None) if settings.language_model_only else spec
+    return without_images(spec) if settings.language_model_only else spec
+
+
+def without_images(spec: ModelSpec) -> ModelSpec:
+    """Return ``spec`` without its encoder of images.
+
+    Its tensors are no weights, and tokens turn by their position, as all of a text's axes have one place.
+    """
+    if spec.vision is None:
+        return spec
+    unused = tuple(map(re.escape, expected_tensors(spec.vision)))
+
+    def plain(_: int, layer: LayerSpec) -> LayerSpec:
+        own = layer.attention
+        if own.rope is None or not own.rope.sections:
+            return layer
+        return replace(layer, attention=replace(own, rope=replace(own.rope, sections=())))
+
+    return replace(with_layers(spec, plain), vision=None, ignored=(*spec.ignored, *unused))

@@ -46,12 +46,13 @@ def tokens_at_once(how: LayerKind) -> int:
     return 1 if how.causal else QUERIES_AT_ONCE // queries_at_once(how)
 
 
-def turn(e: Function, how: LayerKind, head: Value, cos: Value, sin: Value, position: Value) -> None:
-    """Turn a head in place: partners are half a head apart."""
+def turn(e: Function, how: LayerKind, head: Value, cos: Value, sin: Value, number: Value) -> None:
+    """Turn a head in place by row ``number`` of the tables: partners are half a head apart."""
     half = how.dim // 2
+    width = 2 * how.dim if how.by_token else half
 
     def column(at: Value, mask: Value | None) -> None:
-        angle = e.add(e.mul(position, half), at)
+        angle = e.add(e.mul(number, width), at)
         c, s = e.vector(cos, angle, mask), e.vector(sin, angle, mask)
         first, second = e.vector(head, at, mask), e.vector(head, e.add(at, half), mask)
         e.put(e.b.fsub(e.b.fmul(first, c), e.b.fmul(second, s)), head, at, mask)
@@ -61,9 +62,14 @@ def turn(e: Function, how: LayerKind, head: Value, cos: Value, sin: Value, posit
 
 
 def append(
-    e: Function, how: LayerKind, qkv: Value, parts: dict[str, Value], cache: Cache, head: Value, place: Value
-) -> None:
-    """Norm and turn the queries and the key of key head ``head``, and store its key and value."""
+    e: Function, how: LayerKind, qkv: Value, parts: dict[str, Value], cache: Cache, head: Value,
+    at_places: tuple[Value, Value],
+) -> None:  # fmt: skip
+    """Norm and turn the queries and the key of key head ``head``, and store its key and value.
+
+    ``at_places`` are the token's position, and its row of the tables of cosines and sines.
+    """
+    place, row = at_places
     group = how.heads // how.kv_heads
     key = e.at(qkv, e.mul(e.add(head, how.heads), how.dim))
     value = e.at(qkv, e.mul(e.add(head, how.heads + how.kv_heads), how.dim))
@@ -72,7 +78,7 @@ def append(
         if how.qk_norm is not None:
             norm_row(e, how.qk_norm, at, parts[weight], at)
         if how.turns:
-            turn(e, how, at, parts["cos"], parts["sin"], place)
+            turn(e, how, at, parts["cos"], parts["sin"], row)
 
     with e.loop(0, group) as number:
         query = e.at(qkv, e.mul(e.add(e.mul(head, group), number), how.dim))

@@ -55,7 +55,8 @@ def front(module: ir.Module, name: str, how: LayerKind) -> None:
     with e.units(*phase) as unit:
         head, row = e.div(unit, e.rows), e.rem(unit, e.rows)
         place, cache = cached(row, head)
-        append(e, how, e.at(qkv, e.mul(row, width)), parts, cache, head, place)
+        turns_at = row if how.by_token else place
+        append(e, how, e.at(qkv, e.mul(row, width)), parts, cache, head, (place, turns_at))
     wait(e, [phase])
     together, count = queries_at_once(how), tokens_at_once(how)
     scores, ends = e.own("scores", together * count * SPLIT), e.pointer("ends")

@@ -123,7 +123,8 @@ class LayerKind(NamedTuple):
     keys together. ``grows``: queries are multiplied by a factor of their position. ``o_norm`` norms the output of
     attention, ``down_norm`` the output of the other block. Without a ``norm`` the layer is given its inputs, beside the
     residual stream. ``parallel``: the second norm reads the stream as the front found it. A ``causal`` token sees no
-    key behind it. ``distances`` are the columns of a table of biases by distance, 0 for none.
+    key behind it. ``distances`` are the columns of a table of biases by distance, 0 for none. ``by_token``: a token of
+    the step turns by the row of its own number, [cosines, sines] of a whole head each, and not by its position.
     """
 
     hidden: int
@@ -150,6 +151,7 @@ class LayerKind(NamedTuple):
     parallel: bool = False
     causal: bool = True
     distances: int = 0
+    by_token: bool = False
 
     @property
     def visits(self) -> int:

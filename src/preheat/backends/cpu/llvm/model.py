@@ -151,7 +151,12 @@ class Functions:
             frame[LAYER_FRAME[name]] = _packed(norm).numbers.data_ptr()
         if attention.growth is not None:
             frame[LAYER_FRAME["growth"]] = self._keep(floats(attention.growth))
-        if attention.rope is not None:
+        if attention.rope is not None and attention.by_token:
+            assert attention.rope.dtype == torch.float32 and attention.rope.is_contiguous(), "functions read float32"
+            half, address = attention.head_dim // 2, attention.rope.data_ptr()
+            sines = address + 4 * (attention.head_dim + half)
+            frame[LAYER_FRAME["cos"]], frame[LAYER_FRAME["sin"]] = address, sines
+        elif attention.rope is not None:
             if id(attention.rope) not in tables:
                 half, table = attention.head_dim // 2, attention.rope[:, :, 0]
                 cos, sin = table[:, 0, :half], table[:, 1, half:]
@@ -334,6 +339,7 @@ def _kind(layer: LayerParts, limits: Limits) -> LayerKind:
         cached=cast(Cached, cached),
         block_size=limits.block_size,
         turns=attention.rope is not None,
+        by_token=attention.by_token,
         alibi=attention.alibi is not None,
         sinks=attention.sinks is not None,
         norm=_how(layer.input_norm) if products["qkv"].inputs == products["o"].results else None,
