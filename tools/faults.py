@@ -36,7 +36,7 @@ _PREFIX = "schedule/prefix.py"
 _BATCH = "execution/input_batch.py"
 
 _MERGE = "total, norm = part[:, 0] * weight[:, 0], weight[:, 0]\n"
-_PLAN = "        first_rows = {\n            (group"
+_PLAN = "        first_rows = {\n            each:"
 _AGAIN = """        again = (step.extend > 1) & (step.first + step.extend > tables.prompt_len[step.slots])
         self.again = torch.from_numpy(np.flatnonzero(again[row]))
 """
@@ -135,7 +135,7 @@ FAULTS = (
     ),
     Fault(
         "compaction moves all layers but the last",
-        (Edit("execution/kv_cache.py", "for blocks in self._blocks:", "for blocks in self._blocks[:-1]:"),),
+        (Edit("execution/kv_cache.py", "for blocks in self.blocks:", "for blocks in self.blocks[:-1]:"),),
         "tests/cpu/test_kv_cache.py",
     ),
     Fault(

@@ -15,7 +15,8 @@ from preheat.utils.encoders import HEADS as ENCODER_HEADS
 from preheat.utils.encoders import encoder_name
 from preheat.utils.options import Option
 from tests import qwen_vl
-from tests.cpu.checkpoints import MISTRAL3_TEXT, MODELS, SMALL, STATES
+from tests.cpu.checkpoints import GEMMA4 as GEMMA4_TEXT
+from tests.cpu.checkpoints import LAYER_INPUTS, MISTRAL3_TEXT, MODELS, SMALL, STATES
 from tests.llava import TEXT, VISION
 
 PAGE = Path(__file__).parents[1] / "docs" / "models.md"
@@ -23,6 +24,7 @@ PAGE = Path(__file__).parents[1] / "docs" / "models.md"
 LLAVA, GPT_OSS = "LlavaForConditionalGeneration", "GptOssForCausalLM"
 QWEN_VL = "Qwen3VLForConditionalGeneration"
 MISTRAL3, TEXT_OF = "Mistral3ForConditionalGeneration", "Qwen3_5ForConditionalGeneration"
+GEMMA4 = "Gemma4ForConditionalGeneration"
 LLAVA_SMALL = {
     "architectures": [LLAVA], "text_config": {**TEXT, "vocab_size": 337}, "vision_config": VISION,
     "image_token_index": 336,
@@ -54,7 +56,7 @@ TAIL = """
 
 The sizes belong to random checkpoints that Hugging Face transformers writes: hidden size, layers, query/key heads of so
 many dimensions, and the same of the part of a vision tower that runs. On a CPU the logits of each are compared with
-transformers at every position (float32, eager attention and experts, relative error at most 1e-5):
+transformers at every position (float32, eager attention and experts, relative error at most 1e-5, of Gemma 4 3e-5):
 `tests/cpu/test_model_families.py` reads them in one go, `tests/cpu/test_model_paged.py` and
 `tests/cpu/test_family_engines.py` read some of each family in chunks, decode them and begin them from a cached prefix,
 and demand the same bits; `tests/cpu/test_llava.py` and `tests/cpu/test_qwen_vl.py` do so for LLaVA and Qwen3-VL, from
@@ -62,6 +64,17 @@ images to logits and tokens ([Images](images.md) says how they are sent). On a G
 `tests/cuda/test_families.py` compares each with transformers there (bfloat16, and float32 where rounding would send
 tokens to other experts) and runs `preheat verify` on it; `tests/cuda/test_llava.py` does so for LLaVA, and
 `tests/cuda/test_moe.py` compares experts with dense kernels.
+
+## Gemma 4
+
+The text models run on a CPU, in `--execution-mode eager`: dense ones, E2B and E4B with their inputs of each layer, and
+26B-A4B with its experts. Encoders of images and sound are not loaded, and images are refused.
+
+- Full layers have larger heads than layers with a window, so the cache has entries of several sizes. All blocks take
+  equally many bytes, and each [cache group](decisions/kv-cache.md#room-of-a-block) has as many layers as fit.
+- The last layers of E2B and E4B read the keys and values of layers before them, and take no memory.
+- The logits differ from transformers by at most 3e-5 in float32: scores are not divided by the root of a head's size.
+- `--reasoning-parser gemma4` and `--tool-call-parser gemma4` read its answers ([tools](tools.md)).
 
 ## Models with states
 
@@ -142,11 +155,13 @@ def _row(family: Callable[[Config], ModelSpec], names: list[str]) -> str:
     if TEXT_OF in names:
         config = SMALL | STATES | {"model_type": "qwen3_5_text"}
         specs = [read_spec({"architectures": [TEXT_OF], "text_config": config})]
+    if GEMMA4 in names:
+        specs = [read_spec({"architectures": [GEMMA4], "text_config": SMALL | GEMMA4_TEXT | LAYER_INPUTS})]
     states = any(spec.has_states for spec in specs)
     sizes, whole = [_sizes_of(spec) for spec in specs], any(spec.attentions[0].whole_qk_norm for spec in specs)
     assert sizes, f"no checkpoint of {names} is compared with transformers"
     cells = ["<br>".join(f"`{name}`" for name in names), adds, "<br>".join(dict.fromkeys(sizes)), "yes"]
-    late = states or QWEN_VL in names or any(spec.attentions[0].latent for spec in specs)
+    late = states or QWEN_VL in names or any(spec.attentions[0].latent or spec.layers[0].end for spec in specs)
     cells.append("not yet" if late else "yes")
     stacked = GPT_OSS in names
     shared = not (LLAVA in names or QWEN_VL in names or stacked or whole or states)

@@ -1,17 +1,22 @@
 """Cache groups: layers that keep keys and values equally long.
 
 A full layer reads all tokens of a sequence, a layer with a window only the last ones. Each group has a row of the block
-table for each sequence. All groups have equally many layers, except that the last group of a kind may have fewer. So a
-block of any group has room for a block of any other group, and one pool serves all groups.
+table for each sequence. The entries of a group's layers have one shape. All blocks have room for equally many numbers,
+and a group has as many layers as fit. So a block of any group has room for a block of any other group, and one pool
+serves all groups.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import lcm, prod
 from typing import NamedTuple
 
-MAX_GROUPS = 8
-"""Most groups of a model. The host writes a row of a block table for each group of a sequence."""
+FEW_GROUPS, MAX_GROUPS = 8, 24
+"""Groups of most models, and the most groups. The host writes a row of a block table for each group of a sequence."""
+
+Entry = tuple[int, ...]
+"""The shape of a token's entry in a layer: rows of a head, heads, and numbers. It is empty in a layer without one."""
 
 
 class CacheGroup(NamedTuple):
@@ -45,25 +50,28 @@ WHOLE = (CacheGroup(),)
 """The only group of a model without groups: all layers keep all keys and values."""
 
 
-def cut(windows: Sequence[int | None]) -> tuple[CacheGroup, ...]:
-    """Return the groups of layers with these ``windows``, full layers first.
+def cut(windows: Sequence[int | None], entries: Sequence[Entry] | None = None) -> tuple[CacheGroup, ...]:
+    """Return the groups of layers with these ``windows`` and ``entries``, full layers first.
 
-    Groups have equal numbers of layers. The number wastes the least room of full layers, then of all layers, then has
-    the fewest groups.
+    Without ``entries`` all layers have one shape. The room of a block is a whole number of the entries of one kind of
+    layer. It wastes the least room of full layers, then needs few groups, then wastes the least room of all layers.
     """
-    kinds: dict[int | None, list[int]] = {}
+    kinds: dict[tuple[int | None, Entry], list[int]] = {}
     for layer, window in enumerate(windows):
-        kinds.setdefault(window, []).append(layer)
-    order = sorted(kinds, key=lambda window: (window is not None, -(window or 0)))
-    sizes = [len(kinds[window]) for window in order]
-    full = len(kinds.get(None, ()))
+        if (entry := (1,) if entries is None else entries[layer]) != ():
+            kinds.setdefault((window, entry), []).append(layer)
+    order = sorted(kinds, key=lambda kind: (kind[0] is not None, -(kind[0] or 0)))
 
-    def costs(width: int) -> tuple[bool, int, int, int]:
-        counts = [-(-size // width) for size in sizes]
-        return sum(counts) > MAX_GROUPS, -full % width, sum(counts) * width, sum(counts)
+    def costs(room: int) -> tuple[bool, int, bool, int, int]:
+        counts = {kind: -(-len(kinds[kind]) // (room // prod(kind[1]))) for kind in order}
+        full = sum(counts[kind] * room - len(kinds[kind]) * prod(kind[1]) for kind in order if kind[0] is None)
+        groups = sum(counts.values())
+        return groups > MAX_GROUPS, full, groups > FEW_GROUPS, groups * room, groups
 
-    width = min(range(1, max(sizes) + 1), key=costs)
-    return tuple(group for window in order for group in _parts(window, kinds[window], width))
+    least = max(prod(entry) for _, entry in order)
+    rooms = {prod(entry) * count for (_, entry), layers in kinds.items() for count in range(1, len(layers) + 1)}
+    room = min(sorted(each for each in rooms if each >= least), key=costs)
+    return tuple(group for kind in order for group in _parts(kind[0], kinds[kind], room // prod(kind[1])))
 
 
 def _parts(window: int | None, layers: list[int], width: int) -> Iterator[CacheGroup]:
@@ -72,9 +80,15 @@ def _parts(window: int | None, layers: list[int], width: int) -> Iterator[CacheG
         yield CacheGroup(window, tuple(layers[first : first + width]))
 
 
-def width_of(groups: Sequence[CacheGroup], num_layers: int) -> int:
-    """Return for how many layers a block has room, in a model of ``num_layers`` layers."""
-    return max(len(group.layers) or num_layers for group in groups)
+def room_of(groups: Sequence[CacheGroup], entries: Sequence[Entry]) -> int:
+    """Return the numbers for a token that a block has room for.
+
+    They are whole rows of every kind of entry.
+    """
+    owners = tuple(layer for layer, entry in enumerate(entries) if entry)
+    most = max(sum(prod(entries[layer]) for layer in group.layers or owners) for group in groups)
+    row = lcm(*(entries[layer][-1] for layer in owners))
+    return -(-most // row) * row
 
 
 def group_of(groups: Sequence[CacheGroup], layer: int) -> tuple[int, int]:

@@ -88,6 +88,7 @@ TRAITS: Mapping[str, Trait] = MappingProxyType({
     "images": Trait("a model that sees images", "", None, _MODEL),
     "any_size": Trait("a model that sees images of any size", "", None, _MODEL),
     "latents": Trait("a cache of latent vectors", "", None, _MODEL),
+    "entries": Trait("cache entries of several sizes", "", None, _MODEL),
     "prompt_embeds": Trait("embeddings as prompts", "enable_prompt_embeds", lambda s: s.enable_prompt_embeds),
     "pooling": Trait("pooling", "runner", None, "write --runner generate"),
     "encoder": Trait("an encoder", "", None, _MODEL),
@@ -184,6 +185,12 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("latents", "llvm", "attention over latent vectors has no function"),
     Refused("latents", "lazy", "Gaudi, the only device with this mode, does not support the feature"),
     Refused("latents", "compile pipeline", "nobody has tried it"),
+    Refused("entries", "images any_size encoder states latents", "no model of such kind has entries of several sizes"),
+    Refused("entries", "pipeline", "a layer may read the keys and values of a layer on another stage"),
+    Refused("entries", "ray inc eagle3 compile", "nobody has tried it"),
+    Refused("entries", "prompt_embeds", "a model with such entries scales the embeddings of its tokens"),
+    Refused("entries", "llvm", "layers with a scalar or an input of their own have no function"),
+    Refused("entries", "lazy", "Gaudi, the only device with this mode, does not support the feature"),
     Refused("states", "tensor_parallel pipeline ray", "ranks and stages do not divide states yet"),
     Refused("states", "eagle3", "nobody has tried a head that reads states between layers there"),
     Refused("states", "offload", "nobody has shown that a state returns from the host with its blocks"),
@@ -210,6 +217,7 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("llvm", "w8a8 inc", "no compiled function reads inputs in float8"),
     Refused("roles", "pooling encoder", "it decodes nothing, so no other engine needs its blocks", yet=False),
     Refused("roles", "draft_model eagle3", "a block would need its part of the draft's cache"),
+    Refused("roles", "entries", "nobody has tried to send blocks with entries of several sizes"),
     Refused("roles", "groups", "nobody has shown that a block arrives in all groups or in none"),
     Refused("roles", "states", "no state is sent with the blocks"),
     Refused("roles", "pods", "a front sends tokens to its pods, and no place of blocks"),
@@ -289,6 +297,13 @@ _WORKS: tuple[Works, ...] = (
     _together("eager latents draft_model"),
     _together("graphs latents"),
     _together("tensor_parallel eager latents"),
+    _together("eager entries groups adapters w8a16 text_drafts structured budget beam_search fp8_cache events "
+              "operator receipts answer_cache"),
+    _together("eager entries split w4a16 offload audit"),
+    _together("eager entries groups pooling w8a8 sleep updates"),
+    _together("eager entries draft_model"),
+    _together("graphs entries"),
+    _together("tensor_parallel eager entries"),
     _together("compile w8a8 draft_model structured budget beam_search fp8_cache offload events sleep operator updates "
               "receipts audit"),
     _together("compile groups w8a16 text_drafts prompt_embeds"),
@@ -345,20 +360,20 @@ _WORKS: tuple[Works, ...] = (
     Works(_API + "test_adapters_are_read_by_all", "replicas", "adapters"),
     Works(_API + "test_replicas_with_ranks_of_their_own", "replicas", "tensor_parallel"),
     Works(_API + "test_replicas_give_the_bits_of_one_engine", "replicas",
-          f"{_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images any_size latents "
+          f"{_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images any_size latents entries "
           "prompt_embeds pooling encoder groups offload split eager compile graphs llvm"),
     # A front sees tokens alone, whatever its pods are; its places are the replicas of the table.
     Works("tests/api/test_front.py::test_a_killed_pod_loses_no_stream", "pods", "replicas"),
     Works("tests/api/test_front.py::test_answers_through_a_front_are_the_answers_of_its_pod", "pods",
           f"tensor_parallel pipeline ray adapters {_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search "
-          "latents pooling encoder groups offload split eager lazy compile graphs llvm"),
+          "latents entries pooling encoder groups offload split eager lazy compile graphs llvm"),
     # A block that arrives is a block of the tier on the host, and so are blocks that are sent.
     Works("tests/cpu/test_roles.py::test_the_answers_have_the_bits_of_one_process", "roles",
           f"tensor_parallel eager adapters fp8_cache text_drafts structured budget {_FORMATS} inc latents sleep "
           "operator updates offload events receipts audit answer_cache split compile llvm"),
     # Each of several models has an engine of its own, too.
     Works("tests/api/test_several_models.py::test_each_has_the_bits_of_a_server_of_its_own", "several_models",
-          f"adapters {_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images any_size latents "
+          f"adapters {_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images any_size latents entries "
           "prompt_embeds pooling encoder groups offload split eager compile graphs llvm"),
     Works("tests/cpu/test_ray_ranks.py::test_actors_give_the_bits_of_one_process", "ray",
           f"tensor_parallel pipeline adapters {_FORMATS} inc fp8_cache text_drafts structured budget beam_search "

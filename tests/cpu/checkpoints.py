@@ -77,6 +77,32 @@ LATENT: dict[str, Any] = {
 }
 """Attention over latent vectors, and experts in groups."""
 
+_FULL, _LOCAL = "full_attention", "sliding_attention"
+GEMMA4: dict[str, Any] = {
+    "num_hidden_layers": 5,
+    "layer_types": [_LOCAL, _FULL, _LOCAL, _LOCAL, _FULL],
+    "sliding_window": 11,
+    "global_head_dim": 64,
+}
+"""Heads of two sizes."""
+LAYER_INPUTS: dict[str, Any] = {
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 199,
+    "use_double_wide_mlp": True,
+    "final_logit_softcapping": 3.0,
+}
+EXPERTS_BESIDE: dict[str, Any] = {
+    "hidden_size_per_layer_input": 0,
+    "num_key_value_heads": 4,
+    "attention_k_eq_v": True,
+    "num_global_key_value_heads": 1,
+    "enable_moe_block": True,
+    "num_experts": 6,
+    "top_k_experts": 2,
+    "moe_intermediate_size": 40,
+}
+
 PLUS_ONE = ("Gemma", "Gemma3")
 """Families with norms that are stored as factors minus one."""
 
@@ -166,6 +192,8 @@ MODELS: dict[str, Model] = {
         },
     ),
     "gemma 3 with one key head": ("Gemma3", {"num_key_value_heads": 1, "sliding_window": 7, "head_dim": 256}),
+    "gemma 4": ("Gemma4", GEMMA4 | LAYER_INPUTS),
+    "gemma 4 with experts": ("Gemma4", GEMMA4 | EXPERTS_BESIDE),
     "mpt": ("Mpt", {}),
     "mpt with six heads": (
         "Mpt",
@@ -352,10 +380,13 @@ def save_checkpoint(model: Model, folder: Path, *, shard: str = "1GB", seed: int
             elif name.endswith("A_log"):  # decays of some tokens to some hundred
                 weight.normal_(mean=-3.0, std=1.5)
             else:
-                weight.normal_(mean=float(("norm" in name and family not in PLUS_ONE) or ".ln_" in name), std=0.1)
+                around = ("norm" in name and family not in PLUS_ONE) or ".ln_" in name or name.endswith("scale")
+                weight.normal_(mean=float(around), std=0.1)
         for name, numbers in reference.named_buffers():
             if "correction" in name:
                 numbers.normal_(std=0.1)
+            if "layer_scalar" in name:
+                numbers.uniform_(0.8, 1.2)
     reference.save_pretrained(folder, max_shard_size=shard)
 
     @torch.inference_mode()

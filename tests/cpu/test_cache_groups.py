@@ -135,7 +135,7 @@ def test_control_a_table_of_another_group_is_seen(folders: dict[str, Path], monk
     given = OPTIONS | {"model": str(folders["gemma"]), "execution_mode": "eager"}
     right = expected(folders["gemma"], "eager")
     heads = attention.Heads
-    monkeypatch.setattr(attention, "Heads", lambda *parts: heads(*parts)._replace(group=min(parts[-1], 3)))
+    monkeypatch.setattr(attention, "Heads", lambda *parts, group, **more: heads(*parts, group=min(group, 3), **more))
     assert answers(LLM(**given)) != right
 
 

@@ -62,8 +62,8 @@ WINDOWED = {
 WARM = {"skip_warmup": False, "boot_check": "quick", "on_cold": "raise", "determinism_warmup_iterations": 0}
 """Options that check a woken engine as a boot is checked."""
 
-NUMERIC = ("w8a8", "w8a16", "w4a16", "inc", "fp8_cache", "images", "any_size", "latents", "pooling", "encoder",
-           "states", "groups", "tensor_parallel")  # fmt: skip
+NUMERIC = ("w8a8", "w8a16", "w4a16", "inc", "fp8_cache", "images", "any_size", "latents", "entries", "pooling",
+           "encoder", "states", "groups", "tensor_parallel")  # fmt: skip
 """Traits that decide the bits of an answer."""
 
 
@@ -139,9 +139,23 @@ class Made:
                 (folder / path.name).write_bytes(path.read_bytes())
         return folder
 
+    @cache  # noqa: B019 - one object
+    def entries(self) -> Path:
+        """A model of two layers, one with a window and one with larger heads, and inputs of each layer."""
+        own = {"architectures": ["Gemma4ForCausalLM"], "sliding_window": 24, "global_head_dim": 64,
+               "layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 16,
+               "vocab_size_per_layer_input": self.config["vocab_size"]}  # fmt: skip
+        folder = self.folder / "entries"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(self.config | own))
+        for path in self.text.iterdir():
+            if path.name != "config.json":
+                (folder / path.name).write_bytes(path.read_bytes())
+        return folder
+
     def model_for(self, names: list[str]) -> Path:
         """Return the folder of a model with the traits of ``names``."""
-        special = (kind for kind in ("any_size", "images", "encoder", "latents", "states") if kind in names)
+        special = (kind for kind in ("any_size", "images", "encoder", "latents", "states", "entries") if kind in names)
         kind = next(special, None)
         return getattr(self, kind)() if kind else self.text
 
@@ -211,6 +225,9 @@ def options_of(made: Made, names: list[str]) -> dict[str, Any]:
     found = {**OPTIONS, "model": str(model)}
     for name in names:
         found |= ASKS[name](made) if name in ASKS else {}
+    if "entries" in names:  # the model has a window of its own
+        found.pop("hf_overrides", None)
+        found["disable_hybrid_kv_cache_manager"] = "groups" not in names
     if stored := [name for name in SCHEMES if name in names]:
         found["hf_overrides"] = found.get("hf_overrides", {}) | {"quantization_config": quantized_by(stored)}
     if "encoder" in names:

@@ -36,7 +36,7 @@ def open_decoder(folder: Path, dtype: torch.dtype = torch.float32, load_format: 
 def turn(decoder: Decoder, layer: int, qkv: Tensor) -> None:
     """Norm and rotate queries and keys in place, for positions from 0 on."""
     spec, norm = decoder.spec.layers[layer].attention, decoder.weights.layers[layer].attention.qk_norm
-    turned = qkv[:, : spec.num_heads + spec.num_kv_heads]
+    turned = qkv[:, : spec.num_heads + spec.num_kv_heads * (getattr(spec, "source", None) is None)]
     if norm is not None:
         turned.copy_(norm(turned))
     rope = decoder.ropes[layer]
@@ -49,6 +49,7 @@ def turn(decoder: Decoder, layer: int, qkv: Tensor) -> None:
 
 def dense_attention(decoder: Decoder) -> Attend:
     """Attend among the step's own tokens, a single sequence from position 0 on."""
+    kept = dict[int, tuple[Tensor, Tensor]]()
 
     def attend(layer: int, qkv: Tensor) -> Tensor:
         spec, weights = decoder.spec.layers[layer].attention, decoder.weights.layers[layer].attention
@@ -57,10 +58,10 @@ def dense_attention(decoder: Decoder) -> Attend:
             states = DeltaStates.of(spec.value, 1, qkv.dtype, qkv.device)
             return delta_rule(qkv.flatten(1), torch.tensor([True]), rows, weights.delta, states)
         turn(decoder, layer, qkv)
-        sizes = [spec.num_heads, *[spec.num_kv_heads] * spec.kv.sides]
+        sizes = [spec.num_heads, *[spec.num_kv_heads] * spec.kv.sides * (spec.source is None)]
         qkv, gates = qkv.tensor_split([sum(sizes)], 1)
         q, *kv = (part.transpose(0, 1) for part in qkv.split(sizes, dim=1))
-        k, v = kv[0], kv[-1]
+        k, v = kept[layer] = kept[spec.source] if spec.source is not None else (kv[0], kv[-1])
         position = torch.arange(len(qkv))
         seen = position <= position[:, None]
         if window := spec.window:
@@ -88,8 +89,12 @@ def logits_of(decoder: Decoder, tokens: Tensor, attend: Attend | None = None) ->
         tokens, weights.embedding, scale=decoder.spec.embedding.scale, positions=weights.positions,
         at=torch.arange(len(tokens)),
     )  # fmt: skip
-    out = decoder.layers(residual, attend or dense_attention(decoder))
-    return decoder.weights.head(decoder.finish(Attended(out, residual))).float()
+    inputs, last = None, None
+    if weights.inputs is not None and decoder.spec.inputs is not None:
+        inputs = weights.inputs(residual, embed(tokens, weights.inputs.table, scale=decoder.spec.inputs.table.scale))
+        last = inputs[:, -1]
+    out = decoder.layers(residual, attend or dense_attention(decoder), inputs=inputs)
+    return decoder.weights.head(decoder.finish(Attended(out, residual, last))).float()
 
 
 def error_at_each_position(got: Tensor, right: Tensor) -> Tensor:
@@ -100,14 +105,19 @@ def random_tokens(count: int = TOKENS) -> Tensor:
     return torch.randint(199, (count,), generator=torch.Generator().manual_seed(5))
 
 
+BOUNDS = {"gemma 4": 3e-5, "gemma 4 with experts": 3e-5}
+"""Bounds of families with large scores, which no root of the head's size divides."""
+
+
 @pytest.mark.parametrize("name", MODELS)
 def test_logits_equal_transformers(name, tmp_path):
     reference = save_checkpoint(MODELS[name], tmp_path)
     tokens = random_tokens()
     got, right = logits_of(open_decoder(tmp_path), tokens), reference(tokens)
     assert got.dtype == torch.float32
-    assert error_at_each_position(got, right).max() <= 1e-5
-    assert error_at_each_position(logits_of(open_decoder(tmp_path), tokens[:1]), right[:1]).max() <= 1e-5
+    bound = BOUNDS.get(name, 1e-5)
+    assert error_at_each_position(got, right).max() <= bound
+    assert error_at_each_position(logits_of(open_decoder(tmp_path), tokens[:1]), right[:1]).max() <= bound
 
 
 def test_the_text_part_of_mistral_3(tmp_path):
@@ -132,6 +142,7 @@ def test_the_comparison_can_fail(tmp_path):
         "smollm3": {"no_rope_layers": [1, 1, 1, 1]},
         "granite": {"residual_multiplier": 0.2},
         "cohere 2": {"logit_scale": 0.07},
+        "gemma 4": {"final_logit_softcapping": 4.0},
         "mpt": {"attn_config": {"alibi_bias_max": 7}},
         "mpt with six heads": {"attn_config": {"softmax_scale": 0.3}},
         "phi3 with longrope": {"rope_parameters": longrope(12) | {"original_max_position_embeddings": 99}},

@@ -139,7 +139,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return saved
 
 
-ELSEWHERE = {"kv_lora_rank": "latent vectors", "linear_num_key_heads": "state"}
+ELSEWHERE = {"kv_lora_rank": "latent vectors", "linear_num_key_heads": "state", "hidden_size_per_layer_input": "input"}
 """Sizes of layers that no GPU runs yet, and their names in the refusal."""
 
 HERE = {name: model for name, model in MODELS.items() if not ELSEWHERE.keys() & model[1].keys()}

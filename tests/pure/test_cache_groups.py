@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 from dataclasses import replace
+from math import prod
 
 import numpy as np
 import pytest
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preheat.backends.cpu.facts import FACTS
-from preheat.cache_groups import MAX_GROUPS, WHOLE, CacheGroup, cut, group_of, width_of
+from preheat.cache_groups import FEW_GROUPS, MAX_GROUPS, WHOLE, CacheGroup, Entry, cut, group_of, room_of
 from preheat.errors import SettingsError
 from preheat.plan.commands import plan
 from preheat.schedule import results
@@ -31,6 +32,8 @@ SIZE = 4
 MIXED = cut([None, 6, 6])
 """A group of full layers, and two groups with the same window."""
 WINDOWS = st.lists(st.sampled_from([None, None, 3, 6, 9]), min_size=1, max_size=20)
+ENTRIES: list[Entry] = [(2, 1, 8), (2, 2, 8), (2, 1, 12), ()]
+LAYERS = st.lists(st.tuples(st.sampled_from([None, None, 3, 6]), st.sampled_from(ENTRIES)), min_size=1, max_size=20)
 
 
 def roomy(groups=MIXED, **changes):
@@ -42,12 +45,58 @@ def test_each_layer_is_in_one_group_of_its_window(windows) -> None:
     groups = cut(windows)
     assert sorted(layer for group in groups for layer in group.layers) == list(range(len(windows)))
     assert all(windows[layer] == group.window for group in groups for layer in group.layers)
-    assert len(groups) <= max(MAX_GROUPS, len(set(windows)))
+    assert len(groups) <= MAX_GROUPS
     full = [group.window is None for group in groups]
     assert full == sorted(full, reverse=True), "groups without a window come first"
     places = [group_of(groups, layer) for layer in range(len(windows))]
     assert len(set(places)) == len(windows)
-    assert max(place for _, place in places) < width_of(groups, len(windows))
+    assert max(place for _, place in places) < room_of(groups, [(1,)] * len(windows))
+
+
+@given(layers=LAYERS.filter(lambda layers: any(entry for _, entry in layers)))
+def test_entries_of_a_group_have_one_shape_and_fit_into_a_block(layers) -> None:
+    """A layer without an entry of its own is in no group, and each row of an entry is whole."""
+    windows, entries = [window for window, _ in layers], [entry for _, entry in layers]
+    groups = cut(windows, entries)
+    room = room_of(groups, entries)
+    owners = [at for at, each in enumerate(entries) if each]
+    assert sorted(layer for group in groups for layer in group.layers) == owners
+    assert len(groups) <= MAX_GROUPS
+    for group in groups:
+        ((entry, window),) = {(entries[layer], windows[layer]) for layer in group.layers}
+        assert (group.window, room % entry[-1]) == (window, 0)
+        assert len(group.layers) * prod(entry) <= room
+    assert room_of(WHOLE, entries) >= sum(prod(entry) for entry in entries if entry)
+
+
+def gemma4(layers: int, *, full: Entry, local: Entry, shared: int = 0) -> tuple[list[int | None], list[Entry]]:
+    windows = [None if (at + 1) % 6 == 0 else 1024 for at in range(layers)]
+    entries = [local if window else full for window in windows[: layers - shared]]
+    return windows, entries + [()] * shared
+
+
+@pytest.mark.parametrize(
+    ("shape", "sizes", "wasted"),
+    [
+        (gemma4(30, full=(2, 2, 512), local=(2, 8, 256)), [5] + [2] * 12 + [1], 0.28),
+        (gemma4(60, full=(2, 4, 512), local=(2, 16, 256)), [10] + [5] * 10, 0.0),
+        (gemma4(42, full=(2, 2, 512), local=(2, 2, 256), shared=18), [2, 2] + [4] * 5, 0.0),
+    ],
+    ids=["26B-A4B", "31B", "E4B"],
+)
+def test_groups_of_layers_with_larger_heads(shape, sizes, wasted) -> None:
+    """No room of full layers is wasted, and of all layers no more than the part ``wasted``."""
+    windows, entries = shape
+    groups = cut(windows, entries)
+    assert [len(group.layers) for group in groups] == sizes
+    room, whole = room_of(groups, entries), room_of(WHOLE, entries)
+    assert all(room == sum(prod(entries[layer]) for layer in each.layers) for each in groups if each.window is None)
+    assert len(groups) * room / whole - 1 <= wasted
+
+
+def test_more_groups_than_few_only_spare_full_layers() -> None:
+    """A model that wastes nothing of full layers in few groups keeps few."""
+    assert len(cut(([1024] * 5 + [None]) * 10 + [1024] * 2)) <= FEW_GROUPS
 
 
 @pytest.mark.parametrize(

@@ -446,6 +446,11 @@ def config_of(architecture: str, **changes: Any) -> dict[str, Any]:
                    "topk_group": 1, "norm_topk_prob": architecture != "DeepseekV2ForCausalLM"}  # fmt: skip
     if architecture.startswith(("Qwen3Next", "Qwen3_5")) and "layer_types" not in changes:
         config["layer_types"] = ["linear_attention"] * (config["num_hidden_layers"] - 1) + ["full_attention"]
+    if architecture.startswith("Gemma4"):
+        config |= {"global_head_dim": config.get("head_dim", 16), "hidden_size_per_layer_input": 8,
+                   "vocab_size_per_layer_input": config["vocab_size"], "top_k_experts": 2}  # fmt: skip
+    if architecture == "Gemma4ForConditionalGeneration":
+        return {"architectures": [architecture], "text_config": config}
     if architecture == "LlavaForConditionalGeneration":
         return {"architectures": [architecture], "text_config": config | {"model_type": "llama"}, "image_token_id": 0}
     if architecture == "Mistral3ForConditionalGeneration":

@@ -39,12 +39,15 @@ def outcome(config: dict[str, Any]) -> object:
 
 NEEDS = {"use_sliding_window": {"max_window_layers": 0, "sliding_window": 8, "num_hidden_layers": 4}}
 """Fields without which another has no effect."""
+SHARES = {"num_kv_shared_layers": 1, "layer_types": ["full_attention"] * 2, "num_hidden_layers": 2}
+"""Fields without which Gemma 4 has no layer with a wide block."""
 
 
 @pytest.mark.parametrize("architecture", sorted(FAMILIES))
 def test_a_field_of_a_model_is_refused_by_name_or_changes_its_spec(architecture: str) -> None:
     for name in MODEL:
-        needs = NEEDS.get(name, {})
+        wide = name == "use_double_wide_mlp" and architecture.startswith("Gemma4")
+        needs = SHARES if wide else NEEDS.get(name, {})
         layers = needs.get("num_hidden_layers", 1)  # a config may name the kind of each layer
         plain = with_field(config_of(architecture, head_dim=16, num_hidden_layers=layers), **needs)
         found = [outcome(with_field(plain, **{name: value})) for value in (odd(name, MODEL), True, False, 0.5)]

@@ -92,8 +92,9 @@ class Facts:
     """Facts about a backend before anything is imported or allocated.
 
     ``plain_experts``: why experts have no biases and only one activation here; "" where they may. ``plain_routers``:
-    why routers score by softmax alone here, without groups, and ``no_latents``: why attention reads no latent vectors;
-    "" where they may. ``split``: keys of a KV split. ``min_tokens``: a step is padded to at least so many.
+    why routers score by softmax alone here, without groups, ``no_latents``: why attention reads no latent vectors, and
+    ``no_layer_ends``: why no layer has a scalar or an input of its own; "" where they may. ``split``: keys of a KV
+    split. ``min_tokens``: a step is padded to at least so many.
     ``asynchronous``: the device goes on after a call returns, so that the host can prepare the next step.
     ``captures``: programs become graphs.
     ``on_host``: its memory is the host's. ``logs_buckets``: the log tells of each bucket, as the platform's users know
@@ -129,6 +130,7 @@ class Facts:
     plain_experts: str = ""
     plain_routers: str = ""
     no_latents: str = ""
+    no_layer_ends: str = ""
     in_modes: Mapping[Mode, Mapping[str, Any]] = field(default_factory=dict)
     defaults: Mapping[str, Any] = field(default_factory=dict)
     lacks: Lacks = field(default_factory=dict)
@@ -268,7 +270,8 @@ class ExpertsWeights(NamedTuple):
 
     ``gate_up`` [experts, 2 * inner, hidden], gates first, and ``down`` [experts, hidden, inner]; both may be kept or
     packed anew. The biases are [experts, 2 * inner] and [experts, hidden], if there are any. ``correction`` fp32
-    [experts] is added to the router's scores for the choice, if there is one.
+    [experts] is added to the router's scores for the choice, if there is one. ``factors`` fp32 [experts] multiply the
+    experts' weights, if there are any.
     """
 
     gate_up: Tensor | QuantizedWeight
@@ -276,6 +279,7 @@ class ExpertsWeights(NamedTuple):
     gate_up_bias: Tensor | None = None
     down_bias: Tensor | None = None
     correction: Tensor | None = None
+    factors: Tensor | None = None
 
 
 class LayerContext(NamedTuple):
@@ -528,7 +532,8 @@ class AttentionLayer:
     ``distances`` fp32 [heads, columns] are added to scaled scores, see :mod:`preheat.ops.distances`. A ``cache`` with
     one index in place of two has keys that are values too. The first ``still`` numbers of a head do not turn, and
     ``rope`` has the others. ``group`` is the number of the layer's cache group, with its block table. With ``by_token``
-    row i of ``rope`` belongs to token i of the step, in place of position i: each step writes it.
+    row i of ``rope`` belongs to token i of the step, in place of position i: each step writes it. A layer that is not
+    ``own`` reads the keys and values in its ``cache``, and stores none.
 
     Queries and outputs are of ``dtype``. In a cache of eight bits, keys and values are divided by ``kv_scales`` and
     rounded to the cache's dtype, see :mod:`preheat.ops.float8`. Attention reads only stored keys and values, also for a
@@ -553,13 +558,14 @@ class AttentionLayer:
     still: int = 0
     group: int = 0
     by_token: bool = False
+    own: bool = True
 
 
 Attend = Callable[[int, "Tensor"], "Tensor"]
 """``attend(layer, qkv)``: the attention of one layer, [tokens, heads * dim].
 
 It norms and rotates the queries and keys of ``qkv`` [tokens, heads + 2 * kv heads, dim], stores keys and values, and
-attends with the queries.
+attends with the queries. A layer without its own keys and values is given queries alone.
 """
 
 

@@ -11,6 +11,7 @@ from preheat.ops.values import (
     Experts,
     Finish,
     Latents,
+    LayerEnd,
     Matmul,
     Ok,
     Recurrence,
@@ -38,11 +39,16 @@ def supports(facts: Facts, value: Value) -> Support:
             return Refused(
                 f"layers in {scheme.kind} ({scheme.name}) are not supported on {facts.name}; supported: {known}"
             )
-    if isinstance(value, Latents) and facts.no_latents:
-        return Refused(f"attention over latent vectors is not supported on {facts.name}: {facts.no_latents}")
+    for kind, what, why in (
+        (Latents, "attention over latent vectors is", facts.no_latents),
+        (LayerEnd, "layers with a scalar or an input of their own are", facts.no_layer_ends),
+    ):
+        if isinstance(value, kind) and why:
+            return Refused(f"{what} not supported on {facts.name}: {why}")
     if isinstance(value, Experts):
-        if facts.plain_routers and not (value.routing.is_plain and not value.corrected):
-            how = f"a router by {value.routing.scoring} with {value.routing.groups} groups"
+        if facts.plain_routers and not (value.routing.is_plain and not value.corrected and not value.weighted):
+            more = ", and factors of experts" if value.weighted else ""
+            how = f"a router by {value.routing.scoring}, with {value.routing.groups} groups{more},"
             return Refused(f"{how} is not supported on {facts.name}: {facts.plain_routers}")
         if facts.plain_experts and any(part.finish not in (NOTHING_MORE, SWIGLU) for part in parts):
             return Refused(f"experts with biases or a clamped activation are not supported on {facts.name}: "
@@ -64,9 +70,9 @@ def supports(facts: Facts, value: Value) -> Support:
 def matmuls(value: Value) -> tuple[Matmul, ...]:
     """Return the layers of ``value``: itself, or the layers of its experts or of a head.
 
-    A cache and a recurrence have none.
+    A cache, a recurrence and a layer's last steps have none.
     """
-    if isinstance(value, Cache | Recurrence):
+    if isinstance(value, Cache | Recurrence | LayerEnd):
         return ()
     if isinstance(value, Matmul):
         return (value,)

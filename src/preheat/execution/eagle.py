@@ -24,7 +24,7 @@ from preheat.execution.executor import Executor
 from preheat.execution.features import Features, Places, places, token_places
 from preheat.execution.input_batch import InputBatch, Packer
 from preheat.execution.kv_cache import FeatureCache
-from preheat.model.decoder import Attended, Tap
+from preheat.model.decoder import Tap
 from preheat.model.eagle import LoadedHead
 from preheat.plan.plan import Plan
 from preheat.schedule.slots import Slots
@@ -81,7 +81,7 @@ class EagleExecutor(Executor):
         A feature is the residual stream before the final norm.
         """
         index = self.buffers.sampled[:size]
-        sampled = Attended(*(self.backend.take_rows(states, index) for states in self._states))
+        sampled = self._states.map(lambda states: self.backend.take_rows(states, index))
         hidden = self.decoder.finish(sampled, eager=tap is not None, tap=tap)
         self._kept.index_copy_(0, self._next.rows[:size], sampled.residual)
         return hidden

@@ -117,7 +117,10 @@ class Executor:
         kinds = [layer_kind(layer) for layer in spec.layers]
         self._kinds = sorted(kinds.index(kind) for kind in set(kinds))  # the first layer of each kind
         self._attended = torch.zeros(tokens, spec.layers[-1].attention.attended, dtype=decoder.dtype, device=device)
-        self._states = Attended(self._attended, self._residual)  # states of the last step's tokens
+        own, self._inputs = spec.inputs, None
+        if own is not None:
+            self._inputs = torch.zeros(tokens, len(layers), own.size, dtype=decoder.dtype, device=device)
+        self._states = self.states  # states of the last step's tokens
         self._first_tokens = functools.cache(self._views)
         self._first_logits = functools.cache(lambda size: self._logits[:size])
         self.other_caches: list[BlockCache] = []  # caches of the same blocks: a draft model's
@@ -133,7 +136,7 @@ class Executor:
 
         They have room for the largest step.
         """
-        return Attended(self._attended, self._residual)
+        return Attended(self._attended, self._residual, None if self._inputs is None else self._inputs[:, -1])
 
     def on_death(self, report: Callable[[PreheatError], None]) -> None:
         """Have ``report`` called when another process of the engine dies.
@@ -185,15 +188,16 @@ class Executor:
         The states are valid until the next step. Keys and values are in the cache then.
         """
         self._run(batch, eager=eager)
-        return Attended(*(states[: batch.bucket.tokens] for states in self._states))
+        return self._states.map(lambda states: states[: batch.bucket.tokens])
 
     @torch.inference_mode()
     def finish(self, attended: Attended, batch: InputBatch) -> StepResult:
         """Return the result of ``batch`` from the states of its tokens."""
         self._send(batch)
-        self._states = Attended(self._attended, self._residual)
+        self._states = self.states
         for static, given in zip(self._states, attended, strict=True):
-            static[: len(given)].copy_(given)
+            if static is not None and given is not None:
+                static[: len(given)].copy_(given)
         return self._draw(batch).result()
 
     @torch.inference_mode()
@@ -327,7 +331,7 @@ class Executor:
             self.forwards.run(Part(batch.forward_program, range(layer, layer + 1)), eager=True)
         if self.features is not None:
             self.features.store(len(self.buffers.inputs(batch.bucket).tokens))
-        self._states = Attended(self._attended, self._residual)
+        self._states = self.states
         self._draw(batch).result()
 
     def is_captured(self, program: Program[Bucket]) -> bool:
@@ -467,16 +471,19 @@ class Executor:
             decoder.turns.turn(inputs.places)
         before = self._begin(inputs, residual) if begins else normed
         attend, keep = self.attention.attend(inputs, out), self.features.keep if self.features else None
-        deep = None if self._deep is None or inputs.width else self._deep.adder(inputs.tokens)
+        own, deep = None if self._inputs is None else self._inputs[:tokens], None
+        if self._deep is not None and not inputs.width:
+            deep = self._deep.adder(inputs.tokens)
         after = decoder.layers(
-            residual, attend, layers, given=before, eager=tap is not None, tap=tap or keep, deep=deep
-        )  # fmt: skip
+            residual, attend, layers, given=before, inputs=own, eager=tap is not None, tap=tap or keep, deep=deep
+        )
+        last = None if own is None else own[:, -1]
         if layers[-1] == self._layers[-1]:
             if self.features is not None and tap is None:
                 self.features.store(tokens)
-            return Attended(after, residual)
+            return Attended(after, residual, last)
         normed.copy_(after)
-        return Attended(out, residual)
+        return Attended(out, residual, last)
 
     def _views(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the static buffers of the first ``tokens`` tokens: the residual stream, its norm, and attention."""
@@ -495,6 +502,11 @@ class Executor:
         )  # fmt: skip
         if self.adapters is not None:
             self.adapters.embed(inputs, last_token, residual)
+        if weights.inputs is not None and self._inputs is not None and self.decoder.spec.inputs is not None:
+            own = self._inputs[: len(residual)]
+            rows, scale = own.flatten(1), self.decoder.spec.inputs.table.scale
+            self.backend.embed(inputs, last_token, weights.inputs.table, rows, scale=scale)
+            weights.inputs(residual, rows)
         return None
 
     def _sample(self, program: Program[int]) -> Tensor:
@@ -514,8 +526,8 @@ class Executor:
         self._use("sampled", adapted)
         index, functions = self.buffers.first_sampled(size), self.decoder.functions
         if functions is not None and tap is None:
-            return functions.take(*self._states, index)
-        sampled = Attended(*(self.backend.take_rows(states, index) for states in self._states))
+            return functions.take(self._states.out, self._states.residual, index)
+        sampled = self._states.map(lambda states: self.backend.take_rows(states, index))
         return self.decoder.finish(sampled, eager=tap is not None, tap=tap)
 
 
@@ -556,6 +568,7 @@ def attention_layers(decoder: Decoder, cache: KVCache) -> list[AttentionLayer]:
             still=spec.head_dim - spec.rope_dim,
             group=group,
             by_token=turns is not None,
+            own=spec.source is None,
         )
         for group, layer_cache, spec, rope, alibi, growth, weights in layers
     ]

@@ -87,7 +87,7 @@ class _Blocks:
     """Published blocks of ``cache`` and their digests. A turn reads some layers of a block."""
 
     def __init__(self, cache: BlockCache, pool: BlockPool) -> None:
-        self._layers = [layer.view(len(layer), -1).view(torch.int64).numpy().view(np.uint64) for layer in cache.layers]
+        self._layers = [blocks.numpy().view(np.uint64) for blocks in cache.blocks]
         words = self._layers[0].shape[1]
         self._keys, self._at_once, self._pool = keys(words), max(WORDS // max(words, 1), 1), pool
         self.turns = -(-len(self._layers) // self._at_once)

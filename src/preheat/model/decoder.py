@@ -15,7 +15,7 @@ from preheat.model.specs import ModelSpec
 from preheat.model.turns import StepTurns
 from preheat.ops.distances import distance_table
 
-Inputs = tuple[FusedInput | None, FusedInput | None]
+Inputs = tuple[FusedInput | None, FusedInput | None, Tensor | None]
 
 Deep = Callable[[int, Tensor], bool]
 """Adder of embeddings behind a layer: ``deep(layer, residual)`` adds to some rows in place; False: it has none."""
@@ -31,12 +31,19 @@ Tap = Callable[[int, Tensor], None]
 class Attended(NamedTuple):
     """State after the last layer's attention.
 
-    ``out`` [tokens, heads * dim] is the output of attention, ``residual`` is [tokens, hidden]. From here on tokens do
-    not depend on each other, so only sampled tokens continue.
+    ``out`` [tokens, heads * dim] is the output of attention, ``residual`` is [tokens, hidden]. ``given`` [tokens, size]
+    is the last layer's input, if it has one. From here on tokens do not depend on each other, so only sampled tokens
+    continue.
     """
 
     out: Tensor
     residual: Tensor
+    given: Tensor | None = None
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Attended:
+        """Return the state with each tensor changed."""
+        given = None if self.given is None else change(self.given)
+        return Attended(change(self.out), change(self.residual), given)
 
 
 def project(x: Tensor, layer: DecoderLayer, dim: int) -> Tensor:
@@ -45,14 +52,14 @@ def project(x: Tensor, layer: DecoderLayer, dim: int) -> Tensor:
 
 
 def after_attention(
-    attended: Tensor, residual: Tensor, layer: DecoderLayer, norm: Norm, inputs: Inputs = (None, None)
+    attended: Tensor, residual: Tensor, layer: DecoderLayer, norm: Norm, inputs: Inputs = (None, None, None)
 ) -> Tensor:
     """Run the rest of a layer, from the attention's output ``attended`` [tokens, heads * dim].
 
     Add to ``residual`` [tokens, hidden] in place and return its ``norm``, the input of the next layer. ``inputs`` are
-    the fused inputs of this layer's second block and of the next layer.
+    the fused inputs of this layer's second block and of the next layer, and the layer's own input [tokens, size].
     """
-    here, following = inputs
+    here, following, given = inputs
     if layer.attention.latent is not None:
         attended = layer.attention.latent.values(attended)
     if layer.parallel:
@@ -60,7 +67,12 @@ def after_attention(
         residual.add_(layer.attention_output(attended))
     else:
         x = joined(layer.attention.o, attended, layer.post_norm, residual, here, out_norm=layer.attention_out_norm)
-    return joined(layer.mlp, x, norm, residual, following, out_norm=layer.mlp_out_norm)
+    if layer.end is None:
+        return joined(layer.mlp, x, norm, residual, following, out_norm=layer.mlp_out_norm)
+    out = layer.mlp(x)
+    residual.add_(out if layer.mlp_out_norm is None else layer.mlp_out_norm(out))
+    layer.end(residual, given)
+    return normed(norm, residual, None, following)
 
 
 class Decoder:
@@ -132,14 +144,16 @@ class Decoder:
         only: Sequence[int] | None = None,
         *,
         given: Tensor | None = None,
+        inputs: Tensor | None = None,
         eager: bool = False,
         tap: Tap | None = None,
         deep: Deep | None = None,
     ) -> Tensor:
         """Return the output of the last layer's attention.
 
-        ``residual`` [tokens, hidden] are the embeddings; they are overwritten. ``eager`` runs the regions uncompiled.
-        ``deep`` and then ``tap`` are called after every layer but the last.
+        ``residual`` [tokens, hidden] are the embeddings; they are overwritten. ``inputs`` [tokens, layers, size] are
+        inputs of each layer, if there are any. ``eager`` runs the regions uncompiled. ``deep`` and then ``tap`` are
+        called after every layer but the last.
 
         ``only`` runs some of the layers, ascending. Without the last layer among them, the input of the next layer is
         returned. Pass it as ``given`` together with ``residual`` to continue.
@@ -156,7 +170,8 @@ class Decoder:
                 return attended
             following = None if index == part[-1] else self._fused[index + 1][0]
             norm = weights[index + 1].input_norm
-            x = after(attended, residual, weights[index], norm, (self._fused[index][1], following))
+            own = None if inputs is None else inputs[:, index]
+            x = after(attended, residual, weights[index], norm, (self._fused[index][1], following, own))
             if deep is not None and deep(index, residual):
                 x = normed(norm, residual, None, following)
             if tap is not None:
@@ -195,7 +210,8 @@ class Decoder:
             return hidden
         _, after = self._eager if eager else self._built
         layer, here = self.weights.layers[self._last], self._fused[self._last][1]
-        hidden = after(attended.out, attended.residual, layer, self.weights.final_norm, (here, None))
+        out, residual, given = attended
+        hidden = after(out, residual, layer, self.weights.final_norm, (here, None, given))
         if tap is not None:
             tap(self._last, attended.residual)
         return hidden

@@ -29,6 +29,11 @@ class KVSpec:
         return 1 if self.latent else 2
 
     @property
+    def entry(self) -> tuple[int, int, int]:
+        """Shape of a token's entry."""
+        return self.sides, self.num_kv_heads, self.head_dim
+
+    @property
     def values(self) -> int:
         """Numbers per token."""
         return self.sides * self.num_kv_heads * self.head_dim

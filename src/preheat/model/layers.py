@@ -6,11 +6,13 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from preheat.backends.base import Collective, ExpertsLayer, FusedInput, Join, Linear, Norm
 from preheat.model.latent import Latent
+from preheat.model.layer_inputs import LayerEnd, LayerInputs
 from preheat.model.pooled_head import HeadLayer, HeadNorm
 from preheat.ops.delta import DeltaWeights
 from preheat.ops.quantization import plain_rows
@@ -24,12 +26,30 @@ Linears = Iterator[tuple[str, Linear | ExpertsLayer]]
 
 
 @dataclass(frozen=True, slots=True)
+class OwnValues:
+    """Steps that make the values of keys or of values; ``repeats``: the projection returns keys that are values too.
+
+    ``norm`` norms each head's values, and has ``size`` numbers of all heads.
+    """
+
+    norm: Norm
+    size: int
+    repeats: bool
+
+    def __call__(self, qkv: Tensor) -> Tensor:
+        """Return queries, keys and values of ``qkv`` [tokens, n], side by side."""
+        last = qkv[:, -self.size :]
+        values = self.norm(last.reshape(-1, self.norm.weight.shape[-1])).view(last.shape)
+        return torch.cat((qkv if self.repeats else qkv[:, : -self.size], values), 1)
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionWeights:
     """The weights of attention.
 
     ``qk_norm`` is the norm of each query and key head, if there is one. ``whole_qk_norm`` norms all query heads
     together, and all key heads together. ``sinks`` are fp32 [heads], if there are any. ``latent`` are the maps of
-    attention over latent vectors.
+    attention over latent vectors, and ``values`` the steps that make values of the projection.
     """
 
     qkv: Linear
@@ -38,6 +58,7 @@ class AttentionWeights:
     whole_qk_norm: tuple[Norm, Norm] | None = None
     sinks: Tensor | None = None
     latent: Latent | None = None
+    values: OwnValues | None = None
 
     def project(self, x: Tensor) -> Tensor:
         """Return queries, keys and values of ``x`` [tokens, hidden], side by side."""
@@ -48,7 +69,7 @@ class AttentionWeights:
             part = qkv[:, first : first + each.weight.shape[-1]]
             part.copy_(each(part))
             first += part.shape[1]
-        return qkv
+        return qkv if self.values is None else self.values(qkv)
 
     def linears(self) -> Linears:
         yield "qkv", self.qkv
@@ -123,14 +144,33 @@ class SharedExpert:
 
 
 @dataclass(frozen=True, slots=True)
+class Beside:
+    """Norms of experts, their router and a shared expert that read the residual stream, and of their outputs."""
+
+    router: Norm
+    experts: Norm
+    experts_out: Norm
+    shared: Norm
+    shared_out: Norm
+
+
+@dataclass(frozen=True, slots=True)
 class MoeMlp:
-    """A feed-forward block of experts, [tokens, hidden] -> [tokens, hidden]."""
+    """A feed-forward block of experts, [tokens, hidden] -> [tokens, hidden].
+
+    With norms ``beside``, the block reads the residual stream, and adds the normed output of the experts to the normed
+    output of the shared expert.
+    """
 
     router: Linear
     experts: ExpertsLayer
     shared: SharedExpert | None = None
+    beside: Beside | None = None
 
     def __call__(self, x: Tensor) -> Tensor:
+        if (own := self.beside) is not None and self.shared is not None:
+            routed = own.experts_out(self.experts(own.experts(x), self.router(own.router(x))))
+            return own.shared_out(self.shared.block(own.shared(x))).add_(routed)
         routed = self.experts(x, self.router(x))
         if self.shared is None:
             return routed
@@ -142,6 +182,8 @@ class MoeMlp:
 
         The router and a shared expert read the same input.
         """
+        if self.beside is not None:
+            return None
         return fused(self.experts, self.router, *(() if self.shared is None else (self.shared,)))
 
     def linears(self) -> Linears:
@@ -165,6 +207,7 @@ class DecoderLayer:
     attention_out_norm: Norm | None = None
     mlp_out_norm: Norm | None = None
     parallel: bool = False
+    end: LayerEnd | None = None
 
     def attention_output(self, attended: Tensor) -> Tensor:
         """Return the addition of attention to the residual, from ``attended`` [tokens, heads * dim]."""
@@ -174,6 +217,8 @@ class DecoderLayer:
     def linears(self) -> Linears:
         yield from below("attention", self.attention.linears())
         yield from below("mlp", self.mlp.linears())
+        if self.end is not None:
+            yield from below("end", self.end.linears())
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,7 +270,8 @@ class Weights:
 
     ``embedding`` is a table (:mod:`preheat.ops.embedding`). ``positions`` [positions, hidden] exist where they are
     learned; ``vision`` is for models that see images. ``types`` [types, hidden] belong to the parts of a pair of texts,
-    ``pooled_head`` to a classifier. ``distances`` [buckets, heads] are biases of attention.
+    ``pooled_head`` to a classifier. ``distances`` [buckets, heads] are biases of attention. ``inputs`` make the inputs
+    of each layer.
     """
 
     embedding: Tensor
@@ -237,6 +283,7 @@ class Weights:
     types: Tensor | None = None
     pooled_head: Sequence[HeadLayer | HeadNorm] = ()
     distances: Tensor | None = None
+    inputs: LayerInputs | None = None
 
     def linears(self) -> Linears:
         """All linear layers and experts of the decoder, by path.
@@ -245,6 +292,8 @@ class Weights:
         """
         for index, layer in enumerate(self.layers):
             yield from below(f"layers.{index}", layer.linears())
+        if self.inputs is not None:
+            yield from below("inputs", self.inputs.linears())
         if not isinstance(self.head, HiddenStates | HeadElsewhere):
             yield "head", self.head.mine if isinstance(self.head, GatheredHead) else self.head
 

@@ -43,8 +43,11 @@ from preheat.model.grid_vision import GridVisionWeights, Merger
 from preheat.model.kv_scales import identity, resolve_scales, with_kv_dtype
 from preheat.model.latent import Latent
 from preheat.model.latent_specs import LatentSpec, UpSpec
+from preheat.model.layer_input_specs import LayerEndSpec, LayerInputsSpec
+from preheat.model.layer_inputs import InputReader, LayerEnd, LayerInputs
 from preheat.model.layers import (
     AttentionWeights,
+    Beside,
     DecoderLayer,
     DenseMlp,
     GatheredHead,
@@ -52,6 +55,7 @@ from preheat.model.layers import (
     HiddenStates,
     Mlp,
     MoeMlp,
+    OwnValues,
     RecurrenceWeights,
     SharedExpert,
     Weights,
@@ -370,7 +374,19 @@ class WeightLoader:
             types,
             [*map(self.head_layer, spec.pooled_head)],
             None if spec.distances is None else self.distances(spec.distances),
+            None if spec.inputs is None else self.inputs(spec.inputs),
         )
+
+    def inputs(self, spec: LayerInputsSpec) -> LayerInputs:
+        """Return the makers of the inputs of all layers."""
+        return LayerInputs(self.table(spec.table), self.linear(spec.projection), self.norm(spec.norm), spec.factor)
+
+    def end(self, spec: LayerEndSpec) -> LayerEnd:
+        """Return the last steps of a layer."""
+        scalar, own = self._place(self.tensor(f"{spec.scalar.name}.weight", *spec.scalar.shape)), spec.reader
+        if own is None:
+            return LayerEnd(scalar)
+        return LayerEnd(scalar, InputReader(self.linear(own.gate), self.linear(own.projection), self.norm(own.norm)))
 
     def _without_adapters(self) -> WeightLoader:
         """Return a loader for layers without adapter slots."""
@@ -494,6 +510,7 @@ class WeightLoader:
             attention_out_norm=self.norm(spec.attention_out_norm) if spec.attention_out_norm else None,
             mlp_out_norm=self.norm(spec.mlp_out_norm) if spec.mlp_out_norm else None,
             parallel=spec.parallel,
+            end=None if spec.end is None else self.end(spec.end),
         )  # fmt: skip
 
     def attention(self, spec: AttentionSpec | DeltaSpec) -> AttentionWeights | RecurrenceWeights:
@@ -502,7 +519,16 @@ class WeightLoader:
             return RecurrenceWeights(qkv, o, self.delta(spec))
         sinks = None if spec.sinks is None else self.sinks(spec.sinks)
         latent = None if spec.latent is None else self.latent(spec.latent)
-        return AttentionWeights(qkv, o, self.qk_norm(spec), self.whole_qk_norm(spec), sinks, latent)
+        qk_norm, whole = self.qk_norm(spec), self.whole_qk_norm(spec)
+        return AttentionWeights(qkv, o, qk_norm, whole, sinks, latent, self.own_values(spec))
+
+    def own_values(self, spec: AttentionSpec) -> OwnValues | None:
+        """Return the steps that make values of the projection, None where it returns them."""
+        if spec.value_eps is None or spec.source is not None:
+            return None
+        ones = torch.ones(spec.head_dim, dtype=self.dtype, device=self._device)
+        norm = self.backend.norm(ones, spec.value_eps, "rms_once")
+        return OwnValues(norm, spec.num_kv_heads * spec.head_dim, spec.one_kv)
 
     def delta(self, spec: DeltaSpec) -> DeltaWeights:
         """Return the weights of a recurrence besides its linear layers, fp32."""
@@ -518,9 +544,14 @@ class WeightLoader:
         weights = self._formats[spec.experts.format].experts(spec.experts, self)
         if spec.correction is not None:
             weights = weights._replace(correction=self.tensor32(spec.correction))
+        if spec.weighted is not None:
+            weights = weights._replace(factors=self.tensor32(spec.weighted))
+        beside = None if spec.beside is None else Beside(
+            **{each.name: self.norm(getattr(spec.beside, each.name)) for each in fields(spec.beside)}
+        )  # fmt: skip
         shared = self.shared(spec.shared) if spec.shared else None
         experts = self.experts(spec, weights)
-        return MoeMlp(self.linear(spec.router), experts, shared)
+        return MoeMlp(self.linear(spec.router), experts, shared, beside)
 
     def experts(self, spec: MoeSpec, weights: ExpertsWeights) -> ExpertsLayer:
         """Return the routed experts of ``spec``.
@@ -561,8 +592,9 @@ class WeightLoader:
         """
         if spec.qk_norm is None:
             return None
-        q, k = (self._ordered(norm, self.tensor(f"{norm.name}.weight", *norm.shape)) for norm in spec.qk_norm)
-        weight = torch.cat((q.expand(spec.num_heads, -1), k.expand(spec.num_kv_heads, -1)))
+        own = (self._ordered(norm, self.tensor(f"{norm.name}.weight", *norm.shape)) for norm in spec.qk_norm)
+        sizes = spec.num_heads, spec.num_kv_heads
+        weight = torch.cat([norm.expand(size, -1) for norm, size in zip(own, sizes, strict=False)])
         return self.backend.norm(weight, spec.qk_norm[0].eps, spec.qk_norm[0].kind)
 
     @staticmethod

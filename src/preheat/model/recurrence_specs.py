@@ -54,6 +54,7 @@ class DeltaSpec:
     qk_norm: ClassVar[None] = None
     whole_qk_norm: ClassVar[None] = None
     latent: ClassVar[None] = None
+    source: ClassVar[None] = None
     causal: ClassVar[bool] = True
 
     @property

@@ -17,6 +17,8 @@ def inverse_frequencies(rope: RopeSpec, head_dim: int, length: int) -> Tensor:
 
     Sequences have up to ``length`` tokens.
     """
+    if rope.kind == "proportional":
+        return _proportional(rope, head_dim)
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim
     powers = torch.from_numpy(power(rope.theta, exponents.tolist()))
     if rope.kind == "longrope":
@@ -66,6 +68,14 @@ def query_factors(growth: QueryGrowth, length: int, dtype: torch.dtype) -> Tenso
     steps = range(-(-length // growth.length))
     factors = torch.tensor([1 + growth.rate * log(1 + step) for step in steps], dtype=torch.float64)
     return factors.repeat_interleave(growth.length)[:length].to(dtype)
+
+
+def _proportional(rope: RopeSpec, head_dim: int) -> Tensor:
+    """Return the frequencies of a whole head for the first pairs, and 0 for the others."""
+    turned = int(rope.partial * head_dim // 2)
+    exponents = torch.arange(0, 2 * turned, 2, dtype=torch.float32) / head_dim
+    found = 1.0 / torch.from_numpy(power(rope.theta, exponents.tolist()))
+    return F.pad(found, (0, head_dim // 2 - turned)) / rope.factor
 
 
 def _llama3(plain: Tensor, rope: RopeSpec) -> Tensor:

@@ -89,7 +89,8 @@ class _Cut:
         q_range = self._mine("a layer's queries", heads * dim)
         q_size, kv_size, kv_tiles = heads * dim, kv_heads * dim, min(self.k_splits, kv_heads)
         blocks = [(0, q_size, q_range, self.k_splits)]
-        blocks += [(q_size + at * kv_size, kv_size, kv_range, kv_tiles) for at in (0, 1)]
+        stored = 0 if spec.source is not None else 1 if spec.one_kv else 2
+        blocks += [(q_size + at * kv_size, kv_size, kv_range, kv_tiles) for at in range(stored)]
         mine = q_range[0] // dim, q_range[1] // dim
         return replace(
             spec,

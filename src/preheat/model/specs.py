@@ -13,16 +13,18 @@ from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
+from preheat.cache_groups import Entry
 from preheat.errors import ModelError
 from preheat.model.kv_spec import KVDtype, KVSpec
 from preheat.model.latent_specs import LatentSpec, UpSpec
+from preheat.model.layer_input_specs import LayerEndSpec, LayerInputsSpec
 from preheat.model.recurrence_specs import ConvSpec, DeltaSpec
 from preheat.ops.kinds import Activation, NormKind, Scheme, Scoring
 
 if TYPE_CHECKING:
     from preheat.model.grid_specs import GridVisionSpec
 
-RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope"]
+RopeKind = Literal["default", "linear", "llama3", "yarn", "longrope", "proportional"]
 Dtype = Literal["float32", "bfloat16", "float16"]
 T = TypeVar("T")
 N = TypeVar("N")
@@ -34,8 +36,9 @@ class LinearSpec:
 
     ``parts`` are the checkpoint's modules (name, outputs), stacked from top to bottom. ``format`` is the storage of the
     modules (:mod:`preheat.model.formats`); ``scheme`` is their quantization, None without. The outputs go through
-    ``activation``, or are kept between -``clip`` and ``clip``, or are multiplied by ``factor``. ``order`` lists ranges
-    of the stacked rows [from, to) in the layer's order; empty: the stacked order.
+    ``activation``, or are kept between -``clip`` and ``clip``, or are multiplied by ``factor``, or are kept below
+    ``cap`` by tanh. ``order`` lists ranges of the stacked rows [from, to) in the layer's order; empty: the stacked
+    order.
 
     A shard (:mod:`preheat.model.shard`) has some of the rows, listed in ``order``, or some of the inputs: ``columns``
     [from, to) of the checkpoint's ``stored_inputs``. ``tiles`` are then the numbers of rows computed by one product
@@ -48,6 +51,7 @@ class LinearSpec:
     activation: Activation | None = None
     clip: float | None = None
     factor: float | None = None
+    cap: float | None = None
     order: tuple[tuple[int, int], ...] = ()
     format: str = "plain"
     scheme: Scheme | None = None
@@ -173,7 +177,8 @@ class RopeSpec:
     yarn (``attention_factor`` None: derived from ``factor``). Kind longrope divides each pair's frequency by its
     ``short_factor``, or by its ``long_factor`` if sequences may be longer than ``original_length``. ``partial``: the
     part of a head's dimensions that turns. ``interleaved``: in a checkpoint, partners are neighbors. ``sections``: a
-    token has a place on three axes, and a pair turns by its place on one of them (:mod:`preheat.model.turns`).
+    token has a place on three axes, and a pair turns by its place on one of them (:mod:`preheat.model.turns`). With
+    kind proportional the first pairs of a whole head turn, and the others have frequency 0.
     """
 
     kind: RopeKind
@@ -198,7 +203,7 @@ class RopeSpec:
         In a checkpoint they are the first dimensions of the head. A layer has the first partner of each pair at the
         beginning of the head, and the second ones in its middle. So partners are half a head apart.
         """
-        return int(head_dim * self.partial)
+        return head_dim if self.kind == "proportional" else int(head_dim * self.partial)
 
 
 @dataclass(frozen=True)
@@ -221,13 +226,16 @@ class AttentionSpec:
     ``sinks`` are scores without a key, one for each head, that join the softmax. With ``latent``, ``qkv`` returns the
     inputs of the queries and then the latent vector. ``gated``: behind the values, ``qkv`` returns a gate of each
     output, and the outputs are multiplied by the sigmoids of the gates.
+    With ``source``, the number of a layer before, the layer reads the keys and values of that layer; ``qkv`` returns
+    queries alone, and ``qk_norm`` has the norm of queries. ``one_kv``: ``qkv`` returns keys that are values too.
+    ``value_eps`` is the epsilon of a norm of each head's values, which has no weights.
     """
 
     num_heads: int
     kv: KVSpec
     window: int | None
     rope: RopeSpec | None
-    qk_norm: tuple[NormSpec, NormSpec] | None
+    qk_norm: tuple[NormSpec, ...] | None
     qkv: LinearSpec
     o: LinearSpec
     scale: float
@@ -238,6 +246,9 @@ class AttentionSpec:
     sinks: VectorSpec | None = None
     latent: LatentSpec | None = None
     gated: bool = False
+    source: int | None = None
+    one_kv: bool = False
+    value_eps: float | None = None
 
     @property
     def rope_dim(self) -> int:
@@ -365,12 +376,28 @@ class SharedSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
+class BesideSpec:
+    """Norms of a block of experts that reads the residual stream itself, beside its shared expert.
+
+    ``router``, ``experts`` and ``shared`` are the norms of what each reads, ``experts_out`` and ``shared_out`` of what
+    they return.
+    """
+
+    router: NormSpec
+    experts: NormSpec
+    experts_out: NormSpec
+    shared: NormSpec
+    shared_out: NormSpec
+
+
+@dataclass(frozen=True, kw_only=True)
 class MoeSpec:
     """A feed-forward block of experts; ``router`` chooses ``top_k`` for each token (:mod:`preheat.ops.moe`).
 
     ``renormalize``: the weights of the chosen experts sum to one. ``round_weights``: the weights are rounded to the
     model's dtype. ``scoring``, the groups and ``factor`` are as in :class:`preheat.ops.values.Routing`. ``correction``
-    is added to the scores for the choice alone.
+    is added to the scores for the choice alone. ``weighted`` has a factor of each expert's weight, after all others.
+    With ``beside`` the block reads the residual stream, and has a shared expert.
     """
 
     router: LinearSpec
@@ -385,6 +412,8 @@ class MoeSpec:
     best: int = 1
     factor: float = 1.0
     correction: VectorSpec | None = None
+    weighted: VectorSpec | None = None
+    beside: BesideSpec | None = None
 
     @property
     def activations(self) -> int:
@@ -579,7 +608,7 @@ class LayerSpec:
 
     ``attention_out_norm`` norms the output of attention before its addition, ``mlp_out_norm`` the output of the block.
     ``parallel``: the block reads the residual stream as attention found it, by a ``post_norm`` of its own or, without
-    one, by the ``input_norm``.
+    one, by the ``input_norm``. ``end`` has last steps.
     """
 
     attention: AttentionSpec | DeltaSpec
@@ -589,6 +618,7 @@ class LayerSpec:
     attention_out_norm: NormSpec | None = None
     mlp_out_norm: NormSpec | None = None
     parallel: bool = False
+    end: LayerEndSpec | None = None
 
     @property
     def step_params(self) -> int:
@@ -672,12 +702,13 @@ class ModelSpec:
     the parts of a pair of texts. ``renames`` are the other layouts of the family's checkpoints. ``ignored`` are regular
     expressions; a tensor is no weight if its whole name matches one. ``vision`` is for models that see images. The
     fields ``elsewhere`` have sizes but no weights here: another stage of a pipeline has them. ``pools_first``: a text
-    is sampled at its first token in place of its last. The layers of
-    ``pooled_head`` follow a text's state. ``distances`` are biases of the attention of all layers.
+    is sampled at its first token in place of its last. The layers of ``pooled_head`` follow a text's state.
+    ``distances`` are biases of the attention of all layers. ``inputs`` are made for each layer.
     """
 
     architecture: str
     embedding: EmbeddingSpec
+    inputs: LayerInputsSpec | None = None
     layers: tuple[LayerSpec, ...]
     final_norm: NormSpec
     head: LinearSpec | None
@@ -773,7 +804,7 @@ class ModelSpec:
 
         ``itemsize`` are the bytes of the model's dtype.
         """
-        return sum(layer.kv.bytes(itemsize) for layer in self.layers)
+        return sum(layer.kv.bytes(itemsize) for layer in self.layers if layer.attention.source is None)
 
     @property
     def attentions(self) -> tuple[AttentionSpec, ...]:
@@ -792,6 +823,12 @@ class ModelSpec:
         """
         states = (each.attention.value for each in self.layers if isinstance(each.attention, DeltaSpec))
         return sum(each.state_bytes(itemsize) for each in states)
+
+    @property
+    def entries(self) -> tuple[Entry, ...]:
+        """Shapes of a token's entries, one for each layer; empty without an entry of its own."""
+        own = ((layer.kv, layer.attention.source) for layer in self.layers)
+        return tuple(kv.entry if kv.values and source is None else () for kv, source in own)
 
     # For code that supports only one kind of layer.
 

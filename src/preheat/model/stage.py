@@ -22,6 +22,12 @@ def stage_of(spec: ModelSpec, number: int, stages: int) -> ModelSpec:
     """
     if stages == 1:
         return spec
+    if spec.inputs is not None or any(layer.attention.source is not None for layer in spec.layers):
+        raise ModelError(
+            "a stage has no inputs of each layer, and no keys of layers on another stage: leave "
+            "--pipeline-parallel-size out",
+            param="pipeline_parallel_size",
+        )
     count = len(spec.layers)
     if stages > count:
         raise ModelError(

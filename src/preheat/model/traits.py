@@ -32,7 +32,8 @@ def model_traits(spec: ModelSpec, *, pools: bool) -> frozenset[str]:
     """Return the traits of a model; ``pools``: it pools."""
     kinds = {scheme.kind for scheme in spec.weight_bytes(1) if scheme is not None}
     more = {"images": spec.vision is not None, "any_size": spec.any_size, "pooling": pools, "encoder": spec.encodes,
-            "states": spec.has_states, "latents": spec.attentions[0].latent is not None}  # fmt: skip
+            "states": spec.has_states, "latents": spec.attentions[0].latent is not None,
+            "entries": len(set(spec.entries) - {()}) > 1}  # fmt: skip
     return frozenset(kinds.union(name for name, on in more.items() if on))
 
 

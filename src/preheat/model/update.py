@@ -24,6 +24,7 @@ from preheat.model.formats_quantized import Shape
 from preheat.model.kv_scales import STORED
 from preheat.model.latent import Latent
 from preheat.model.latent_specs import LatentSpec
+from preheat.model.layer_input_specs import LayerEndSpec
 from preheat.model.loader import LoadedModel, WeightLoader
 from preheat.model.sources import StoredTensors, is_harmless
 from preheat.model.specs import (
@@ -98,6 +99,7 @@ def parts(spec: ModelSpec, model: Any) -> Iterator[Part]:
             if (norm := getattr(layer, name)) is not None and norm.params:
                 yield _norm(norm, getattr(loaded, name))
         yield from _mlp(layer.mlp, loaded.mlp)
+    yield from _layer_inputs(spec, model)
     yield _norm(spec.final_norm, model.final_norm)
     if spec.distances is not None:
         raise ModelError("new weights for a model with biases of distances are not supported: start another engine")
@@ -121,6 +123,19 @@ def _qk_norm(spec: AttentionSpec, loader: WeightLoader) -> object:
 
 def _sinks(spec: VectorSpec, loader: WeightLoader) -> object:
     return loader.sinks(spec)
+
+
+def _layer_inputs(spec: ModelSpec, model: Any) -> Iterator[Part]:
+    """Yield the parts that make and read inputs of each layer, with the other last steps of layers."""
+    for layer, loaded in zip(spec.layers, model.layers, strict=True):
+        if layer.end is not None:
+            yield Part(layer.end, loaded.end, partial(_end, layer.end))
+    if (inputs := spec.inputs) is not None:
+        yield Part(inputs, model.inputs, lambda loader: loader.inputs(inputs))
+
+
+def _end(spec: LayerEndSpec, loader: WeightLoader) -> object:
+    return loader.end(spec)
 
 
 def _latent(spec: LatentSpec, loaded: Latent) -> Iterator[Part]:

@@ -19,6 +19,7 @@ from preheat.ops.values import (
     Finish,
     Groups,
     Latents,
+    LayerEnd,
     LowRank,
     Matmul,
     Refused,
@@ -56,7 +57,7 @@ def matmul_of(spec: LinearSpec, dtype: Dtype, room: AdapterLimits | None = None)
         weight=WeightFormat(dtype, spec.scheme),
         input=(spec.scheme.activations if spec.scheme else None) or "plain",
         order=_order(spec.inputs, spec.k_splits, spec.columns, spec.stored_inputs)._replace(tiles=spec.tiles),
-        finish=Finish(spec.bias, spec.activation, spec.clip, spec.factor),
+        finish=Finish(spec.bias, spec.activation, spec.clip, spec.factor, spec.cap),
     )
     if room is None:
         return found
@@ -107,7 +108,10 @@ def experts_of(spec: MoeSpec, dtype: Dtype, room: AdapterLimits | None = None) -
         if own.k_splits:
             last = replace(last, shared="inputs", joins="combined")
         gate_up, down = replace(gate_up, terms=(first,)), replace(down, terms=(last,))
-    return Experts(gate_up=gate_up, down=down, routing=routing, corrected=spec.correction is not None)
+    return Experts(
+        gate_up=gate_up, down=down, routing=routing, corrected=spec.correction is not None,
+        weighted=spec.weighted is not None,
+    )  # fmt: skip
 
 
 def latents_of(spec: UpSpec, dtype: Dtype) -> Latents:
@@ -160,6 +164,8 @@ def values_of(spec: ModelSpec, dtype: Dtype, room: AdapterLimits | None = None) 
     for number, layer in enumerate(spec.layers):
         if isinstance(layer.attention, DeltaSpec):
             yield f"layers.{number}.attention", layer.attention.value
+        if layer.end is not None:
+            yield f"layers.{number}.end", LayerEnd(inputs=spec.inputs.size if spec.inputs and layer.end.reader else 0)
 
 
 def caches_of(spec: ModelSpec, dtype: Dtype) -> Iterator[tuple[str, Cache]]:

@@ -14,6 +14,8 @@ quick_gelu, CLIP's, is x / (1 + exp(-1.702 * x)), computed in the same way.
 Contract of relu2: the square of max(x, 0), rounded once; NaN stays NaN. Contract of scaled: x times an fp32 factor,
 rounded once.
 
+Contract of capped: limit * tanh(x / limit) in fp32, one operation after the other, rounded once.
+
 Contract of clamped_silu_and_mul, gpt-oss's. The gate is kept at 7 or less, up between -7 and 7, and up becomes up + 1.
 quick_gelu(gate) * up follows. All of it is computed in fp32, one operation after the other, and rounded to the dtype
 once.
@@ -100,6 +102,12 @@ def relu2(x: Tensor) -> Tensor:
 def scaled(x: Tensor, factor: float) -> Tensor:
     """Return ``x`` times ``factor``, a new tensor like ``x``."""
     return (x.float() * factor).to(x.dtype)
+
+
+@opaque("(Tensor x, float limit) -> Tensor", lambda x, _: torch.empty_like(x))
+def capped(x: Tensor, limit: float) -> Tensor:
+    """Return ``x`` bent between -``limit`` and ``limit`` by tanh, a new tensor like ``x``."""
+    return (x.float() / limit).tanh_().mul_(limit).to(x.dtype)
 
 
 @opaque("(Tensor x, float limit) -> Tensor", lambda x, _: torch.empty_like(x))

@@ -20,7 +20,7 @@ With "_and_mul" the first half of the outputs is the gate of the second half, an
 Scoring = Literal["softmax", "sigmoid"]
 """Scores of experts by a router's logits, see :mod:`preheat.ops.moe`."""
 
-NormKind = Literal["rms", "rms_plus_one", "layer", "identity"]
+NormKind = Literal["rms", "rms_once", "rms_plus_one", "layer", "identity"]
 """Kinds of norm, see :mod:`preheat.ops.norm`."""
 
 Code = Literal["fp8", "fp4", "int4", "int8"]

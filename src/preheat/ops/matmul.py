@@ -66,7 +66,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.ops.activation import ACTIVATIONS, clip, scaled
+from preheat.ops.activation import ACTIVATIONS, capped, clip, scaled
 from preheat.ops.moe import combine, route
 from preheat.ops.quantization import PROMOTED, QuantizedWeight, plain, quantize_rows, scaled_product
 from preheat.ops.values import PART, TILE, Experts, Finish, Matmul, SumOrder
@@ -167,11 +167,13 @@ def add_delta(y: Tensor, more: Tensor) -> Tensor:
 
 
 def finished(y: Tensor, finish: Finish) -> Tensor:
-    """Return ``y`` [rows, outputs] after the activation, limit or factor of ``finish``."""
+    """Return ``y`` [rows, outputs] after the activation, limit, factor or cap of ``finish``."""
     if finish.activation is not None:
         return ACTIVATIONS[finish.activation](y)
     if finish.clip is not None:
         return clip(y, finish.clip)
+    if finish.cap is not None:
+        return capped(y, finish.cap)
     return y if finish.factor is None else scaled(y, finish.factor)
 
 

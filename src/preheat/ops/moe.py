@@ -10,7 +10,8 @@ A router that scores by sigmoid takes each logit's sigmoid in fp32, 1 / (1 + exp
 for each expert) is added to the scores for the choice; the weights are the scores without it. With groups of experts, a
 group's score is the sum of its ``best`` largest corrected scores, from the largest on. The ``top_groups`` groups of the
 largest scores, of equals the lowest number, keep their experts, and no others are chosen. The divisor of weights by
-sigmoid is their sum plus 1e-20. A factor multiplies the weights last, before they are rounded.
+sigmoid is their sum plus 1e-20. A factor multiplies the weights after that. Experts may have factors of their own
+(fp32, one number for each expert): an expert's weight is multiplied by its factor last, before it is rounded.
 
 Where there is a shared expert with a gate, its row is multiplied by the sigmoid of the token's product with the gate's
 weights (one sum in fp32, rounded to the dtype; the sigmoid is fp32, rounded; so is the product), then added and
@@ -31,10 +32,12 @@ from preheat.ops.opaque import opaque
 from preheat.ops.values import Routing
 
 
-def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def route(
+    logits: Tensor, routing: Routing, correction: Tensor | None = None, factors: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Choose experts by ``logits`` [tokens, experts]: numbers int64 and weights fp32, both [tokens, top_k].
 
-    ``correction`` is fp32 [experts].
+    ``correction`` and ``factors`` are fp32 [experts].
     """
     scores = scores_of(logits, routing)
     wanted = scores if correction is None else scores + correction
@@ -49,6 +52,8 @@ def route(logits: Tensor, routing: Routing, correction: Tensor | None = None) ->
         weights /= (total if routing.scoring == "softmax" else total + 1e-20)[:, None]
     if routing.factor != 1.0:
         weights *= routing.factor
+    if factors is not None:
+        weights *= factors[experts]
     if routing.round_weights:
         weights = weights.to(logits.dtype).float()
     return experts, weights

@@ -7,6 +7,8 @@ alone), times 1 / length, plus eps, reciprocal square root, times x; rounded to 
 Every step is correctly rounded, with two exceptions. The sum is torch's over the last dimension and does not depend on
 the number of rows. fp32 ``rsqrt`` treats all elements alike.
 
+Kind "rms_once": the same up to the product with x, kept in fp32; times weight in fp32; rounded once.
+
 Kind "rms_plus_one": the same up to the product with x, kept in fp32; times 1 + weight in fp32; rounded once.
 
 Kind "layer": per row, in fp32, the sum times 1 / length is the mean; the sum of the squares of x - mean, times 1 /
@@ -77,8 +79,8 @@ class RMSNorm:
 
 
 @opaque("(Tensor x, Tensor weight, Tensor share, Tensor eps) -> Tensor", lambda x, *_: torch.empty_like(x))
-def _plus_one_norm(x: Tensor, weight: Tensor, share: Tensor, eps: Tensor) -> Tensor:
-    """Return the norm; ``weight`` is fp32 and includes the one."""
+def _wide_norm(x: Tensor, weight: Tensor, share: Tensor, eps: Tensor) -> Tensor:
+    """Return the norm; ``weight`` is fp32, and includes the one where there is one."""
     wide = x.float()
     scale = (wide * wide).sum(-1, True).mul_(share).add_(eps).rsqrt_()
     return (wide * scale).mul_(weight).type_as(x)
@@ -102,6 +104,22 @@ def _add_to(x: Tensor, residual: Tensor) -> Tensor:
     return residual.add_(x).clone()
 
 
+class OnceNorm(RMSNorm):
+    """Kind "rms_once": rounded once, after the product with the weight."""
+
+    kind: NormKind = "rms_once"
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__(weight, eps)
+        self._wide = weight.float()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return _wide_norm(x, self._wide, self._share, self._eps)
+
+    def add(self, x: Tensor, residual: Tensor) -> Tensor:
+        return self(_add_to(x, residual))
+
+
 class PlusOneNorm(RMSNorm):
     """Kind "rms_plus_one": a stored weight is the factor minus one."""
 
@@ -116,7 +134,7 @@ class PlusOneNorm(RMSNorm):
         return self._wide
 
     def __call__(self, x: Tensor) -> Tensor:
-        return _plus_one_norm(x, self._wide, self._share, self._eps)
+        return _wide_norm(x, self._wide, self._share, self._eps)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         return self(_add_to(x, residual))
@@ -180,4 +198,5 @@ def make_norm(weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor |
     assert bias is None, f"a norm of kind {kind} has no bias"
     if kind == "identity":
         return Identity(weight, eps)
-    return PlusOneNorm(weight, eps) if kind == "rms_plus_one" else RMSNorm(weight, eps)
+    made = {"rms": RMSNorm, "rms_once": OnceNorm, "rms_plus_one": PlusOneNorm}[kind]
+    return made(weight, eps)

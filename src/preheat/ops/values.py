@@ -98,13 +98,14 @@ class Finish(NamedTuple):
     """Steps after the sum of products.
 
     First comes a ``bias``. An ``activation`` follows, or the outputs are kept between -``clip`` and ``clip``, or they
-    are multiplied by ``factor``.
+    are multiplied by ``factor``, or x becomes ``cap`` * tanh(x / ``cap``).
     """
 
     bias: bool = False
     activation: Activation | None = None
     clip: float | None = None
     factor: float | None = None
+    cap: float | None = None
 
 
 NOTHING_MORE = Finish()
@@ -201,13 +202,15 @@ class Experts:
     """Routed experts: ``gate_up`` and ``down`` have a matrix per expert.
 
     ``gate_up`` ends with a gated activation. Each expert may have biases. ``routing`` says how a token's experts are
-    chosen and weighted. ``corrected``: a vector is added to the scores for the choice.
+    chosen and weighted. ``corrected``: a vector is added to the scores for the choice. ``weighted``: each expert has a
+    factor of its weight.
     """
 
     gate_up: Matmul
     down: Matmul
     routing: Routing
     corrected: bool = False
+    weighted: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,7 +273,17 @@ class Recurrence:
         return (self.taps - 1) * self.channels * itemsize + 4 * self.value_size * self.key_dim
 
 
-Value = Matmul | Experts | Cache | Latents | Recurrence
+@dataclass(frozen=True, kw_only=True)
+class LayerEnd:
+    """Last steps of a layer: a block that reads the layer's own ``inputs``, and a scalar; 0: only the scalar.
+
+    See :mod:`preheat.model.layer_inputs`.
+    """
+
+    inputs: int
+
+
+Value = Matmul | Experts | Cache | Latents | Recurrence | LayerEnd
 
 
 class Ok(NamedTuple):

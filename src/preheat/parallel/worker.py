@@ -26,7 +26,6 @@ from preheat.execution.executor import Executor
 from preheat.execution.offload import HostBlocks
 from preheat.execution.silent import SilentSampler
 from preheat.limits import Limits
-from preheat.model.decoder import Attended
 from preheat.model.loader import LoadedModel, load_model
 from preheat.parallel.adapters import RankAdapters, Source
 from preheat.parallel.channel import Receiver
@@ -113,7 +112,7 @@ class Worker:
         self._run.forward(self._reader.batch(message), eager=eager)
 
     def finish(self, message: StepMessage, tokens: int) -> None:
-        attended = Attended(*(states[:tokens] for states in self._run.states))
+        attended = self._run.states.map(lambda states: states[:tokens])
         self._run.finish(attended, self._reader.batch(message))
 
     def logits(self, message: StepMessage, eager: bool, tapped: bool) -> None:

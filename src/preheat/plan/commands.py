@@ -135,7 +135,7 @@ def _groups(limits: Limits, grouping: Grouping, block_bytes: int) -> list[str]:
         sequence = f"{format_bytes(held)} a sequence of {length:,} tokens"
         found.append(f"  {layers} layers, {kind}: {token} a token, {sequence}")
     need = limits.need(length, limits.in_flight)
-    whole = -(-length // size) * block_bytes * grouping.num_layers // grouping.width
+    whole = -(-length // size) * block_bytes * grouping.total // grouping.room
     each = f"each takes {format_bytes(need * block_bytes)}, and {format_bytes(whole)} without cache groups"
     return [*found, f"  {(limits.num_blocks - 1) // need:,} such sequences fit; {each}"]
 

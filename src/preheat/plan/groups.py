@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 from typing import NamedTuple, Protocol
 
 from preheat.backends.base import Facts, Mode
-from preheat.cache_groups import WHOLE, CacheGroup, cut, width_of
+from preheat.cache_groups import WHOLE, CacheGroup, Entry, cut, room_of
 from preheat.combinations import reason_against, traits_of
 from preheat.settings import Settings
 
@@ -16,6 +17,9 @@ class Windows(Protocol):
 
     @property
     def layer_windows(self) -> tuple[int | None, ...]: ...
+
+    @property
+    def entries(self) -> tuple[Entry, ...]: ...
 
     @property
     def encodes(self) -> bool: ...
@@ -32,22 +36,22 @@ class Windows(Protocol):
 class Grouping(NamedTuple):
     """The cache groups of a model.
 
-    ``reason``: why a model with windows has one group for all layers; "" otherwise. A block has room for ``width`` of
-    the model's ``num_layers`` layers.
+    ``reason``: why a model with windows has one group for all layers; "" otherwise. A block has ``room`` for so many of
+    the ``total`` numbers of a token in all layers.
     """
 
     groups: tuple[CacheGroup, ...]
     reason: str
-    width: int
-    num_layers: int
+    room: int
+    total: int
 
     def of_bytes(self, block_bytes: int) -> int:
-        """Return the bytes of a block, where a block of all layers would have ``block_bytes``."""
-        return block_bytes * self.width // self.num_layers
+        """Return the bytes of a block, where the entries of all layers would have ``block_bytes``."""
+        return block_bytes * self.room // self.total
 
     def __str__(self) -> str:
         names = ("all tokens" if each.window is None else f"a window of {each.window}" for each in self.groups)
-        counts = (len(each.layers) or self.num_layers for each in self.groups)
+        counts = (len(each.layers) for each in self.groups)
         return "; ".join(f"{count} layers, {name}" for count, name in zip(counts, names, strict=True))
 
 
@@ -57,18 +61,18 @@ def choose(settings: Settings, facts: Facts, spec: Windows, mode: Mode | None = 
     Groups must save memory for the longest sequence.
     """
     windows, length = spec.layer_windows, settings.max_model_len or spec.max_position_embeddings
-    count = len(windows)
-    groups = cut(windows)
-    if groups == cut([None] * count):
-        return Grouping(WHOLE, "", count, count)
-    width = width_of(groups, count)
+    entries = spec.entries
+    total = sum(prod(entry) for entry in entries if entry)
+    whole = Grouping(WHOLE, "", room_of(WHOLE, entries), total)
+    if set(windows) == {None}:
+        return whole
+    groups = cut(windows, entries)
+    room = room_of(groups, entries)
     size = settings.block_size or facts.block_size
     reason = _obstacle(settings, facts, spec, mode)
-    if not reason and _most(groups, length, size) * width >= -(-length // size) * count:
+    if not reason and _most(groups, length, size) * room >= -(-length // size) * whole.room:
         reason = f"a sequence of {length} tokens takes no less memory with groups"
-    if reason:
-        return Grouping(WHOLE, reason, count, count)
-    return Grouping(groups, "", width, count)
+    return whole._replace(reason=reason) if reason else Grouping(groups, "", room, total)
 
 
 def _obstacle(settings: Settings, facts: Facts, spec: Windows, mode: Mode | None) -> str:

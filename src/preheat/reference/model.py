@@ -80,6 +80,8 @@ def _check(spec: ModelSpec) -> None:
         raise ModelError("the reference has gradients for plain weights only: give the checkpoint before quantization")
     if any(layer.attention.latent for layer in spec.layers):
         raise ModelError("the reference has no gradients for attention over latent vectors yet")
+    if any(layer.end for layer in spec.layers):
+        raise ModelError("the reference has no gradients for layers with a scalar or an input of their own yet")
     if spec.has_states:
         raise ModelError("the reference has gradients for attention only, and this model has layers with states")
     if spec.vision is not None:

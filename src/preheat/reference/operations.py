@@ -126,7 +126,7 @@ class DifferentiableOperations:
         self._backend, self.device = backend, backend.device
 
     def layer(self, value: Matmul, weights: LayerWeights, context: LayerContext = ALONE) -> Linear:
-        weight, bias, (activation, clip, factor) = weights.weight, weights.bias, value.finish[1:]
+        weight, bias, (activation, clip, factor) = weights.weight, weights.bias, value.finish[1:4]
         assert isinstance(weight, Tensor)
         engine = self._backend.layer(value, LayerWeights(weight.detach(), _detached(bias)), context)
 

@@ -121,7 +121,8 @@ class DummySteps:
             device = decoder.weights.embedding.device
             generator = torch.Generator(device).manual_seed(0)
             count = max(tokens, 2 * self.plan.sampler_sizes[-1])
-            widths = decoder.spec.layers[-1].attention.attended, decoder.spec.hidden_size
+            widths = [decoder.spec.layers[-1].attention.attended, decoder.spec.hidden_size]
+            widths += [] if decoder.spec.inputs is None else [decoder.spec.inputs.size]
             random = (torch.randn(count, width, generator=generator, device=device) for width in widths)
             self._states = Attended(*(states.to(decoder.dtype) for states in random))
-        return Attended(*(states[:tokens] for states in self._states))
+        return self._states.map(lambda states: states[:tokens])

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from preheat.backends.base import Attend, AttentionLayer, AttentionWork, BlockTables, StepInputs, StepRows
 from preheat.backends.cpu.decode_attention import DecodeAttention, Heads
-from preheat.backends.cpu.paged_attention import PagedAttention, max_keys, widest_tile
+from preheat.backends.cpu.paged_attention import PagedAttention, by_rows, max_keys, widest_tile
 from preheat.backends.cpu.tiles import SPLIT, Rows, plan_tiles
 from preheat.ops.float8 import round_to
 from preheat.ops.rotary import apply_rope_
@@ -25,13 +25,13 @@ class CpuWork(AttentionWork):
     """Work of a step by kind of layer.
 
     ``decode`` are the rows that decode, if any, and ``prompts`` are groups of tiles. ``first_rows`` int64 [T,
-    rows], by cache group and the rows of an entry, are rows of the cache: the first rows of each token's block, for
-    every head's keys, then for every head's values.
+    rows], by cache group, the rows of an entry and the rows between blocks, are rows of the cache: the first rows of
+    each token's block, for every head's keys, then for every head's values.
     """
 
     decode: dict[Heads, DecodeAttention]
     prompts: dict[Heads, PagedAttention]
-    first_rows: dict[tuple[int, int], Tensor]
+    first_rows: dict[tuple[int, int, int], Tensor]
 
 
 class CpuAttention:
@@ -47,7 +47,7 @@ class CpuAttention:
         self._dtype = layers[0].dtype
         self._kinds = [
             Heads(each.window, each.num_heads, each.num_kv_heads, each.head_dim, each.causal, each.cache.shape[1],
-                  each.group)
+                  group=each.group, own=each.own, apart=each.cache.stride(0) // (each.cache.shape[-2] * each.head_dim))
             for each in layers
         ]  # fmt: skip
         self._stores = [_Store(each) for each in layers]
@@ -57,10 +57,10 @@ class CpuAttention:
                    widest_tile(kind.heads // kind.kv_heads, kind.dim, self._dtype))
             for kind in dict.fromkeys(self._kinds)
         }  # fmt: skip
-        self._entries = sorted({(kind.group, kind.rows) for kind in self._kinds})
+        self._entries = sorted({(kind.group, kind.rows, kind.step) for kind in self._kinds if kind.own})
         self._work: CpuWork | None = None
         self._turns: dict[int, tuple[Tensor, Tensor]] = {}
-        self._new_rows: dict[tuple[int, int], Tensor] = {}
+        self._new_rows: dict[tuple[int, int, int], Tensor] = {}
 
     def list_sizes(self, tokens: int, rows: int, *, width: int) -> tuple[int, ...]:
         """Return no sizes: the work is not read from the step's buffers."""
@@ -78,7 +78,7 @@ class CpuAttention:
         blocks = np.zeros((step.tokens, tables.tables.shape[1]), np.int64)
         blocks[:count] = tables.tables[step.slots[row], :, position // tables.block_size]
         first_rows = {
-            (group, entry): _first_rows(blocks[:, group], entry, tables.block_size) for group, entry in self._entries
+            each: _first_rows(blocks[:, each[0]], each[1], each[2], tables.block_size) for each in self._entries
         }
         only = decode == len(step.slots)
         rows = {
@@ -107,7 +107,9 @@ class CpuAttention:
         blocks = -(-int((begin + extend).max()) // tables.block_size)
         cut = Rows((step.ends - step.extend)[rows], begin, extend, tables.tables[step.slots[rows], kind.group, :blocks])
         tiles = plan_tiles(cut, tables.block_size, kind.window, most, widest=widest, causal=kind.causal)
-        return PagedAttention(tiles, kind.heads, kind.kv_heads, kind.dim, self._dtype, sides=kind.sides)
+        return PagedAttention(
+            tiles, kind.heads, kind.kv_heads, kind.dim, self._dtype, sides=kind.sides, apart=kind.step
+        )
 
     def write(self, turn: int, tables: BlockTables) -> None:
         """Do nothing: the work holds the blocks already."""
@@ -132,11 +134,12 @@ class CpuAttention:
     def attend(self, inputs: StepInputs, out: Tensor) -> Attend:
         work = self._work
         assert work is not None, "no step was sent"
+        room = {out.shape[1]: out}
 
         def attend(index: int, qkv: Tensor) -> Tensor:
             layer, kind = self._layers[index], self._kinds[index]
             heads, dim = kind.heads, kind.dim
-            turned = qkv[:, : heads + kind.kv_heads]
+            turned = qkv[:, : heads + kind.kv_heads * kind.own]
             if layer.qk_norm is not None:
                 turned.copy_(layer.qk_norm(turned))
             if layer.rope is not None:
@@ -144,21 +147,24 @@ class CpuAttention:
             if layer.growth is not None:
                 qkv[:, :heads].mul_(layer.growth.index_select(0, inputs.positions)[:, None, None])
             store = self._stores[index]
-            store.write(self._new_rows[kind.group, kind.rows], qkv[:, heads:])
+            if kind.own:
+                store.write(self._new_rows[kind.group, kind.rows, kind.step], qkv[:, heads:])
             decode = work.decode.get(kind)
             if decode is not None:
                 bias = layer.alibi if layer.distances is None else layer.distances
                 found = decode(qkv, index, layer.cache, store.scale, bias, sinks=layer.sinks)
                 if not work.prompts:
                     return store.scaled(found)
-            out.zero_()
+            if (own := room.get(heads * dim)) is None:
+                own = room[heads * dim] = out.new_empty(len(out), heads * dim)
+            own.zero_()
             if decode is not None:
-                out[: len(found)] = found
+                own[: len(found)] = found
             prompts = work.prompts[kind]
             bias = layer.alibi if layer.distances is None else layer.distances
             found = prompts(qkv[:, :heads], layer.cache, store.scale, bias, layer.sinks)
-            out.view(-1, heads, dim).index_copy_(0, prompts.targets, found)
-            return store.scaled(out)
+            own.view(-1, heads, dim).index_copy_(0, prompts.targets, found)
+            return store.scaled(own)
 
         return attend
 
@@ -177,7 +183,7 @@ class _Store:
         sides = (key, value)[: layer.cache.shape[1]]
         value = sides[-1]
         self._dtype = None if layer.cache.dtype == layer.dtype else layer.cache.dtype
-        self._rows = layer.cache.view(-1, layer.head_dim)
+        self._rows = by_rows(layer.cache, layer.head_dim)
         self._scales = torch.tensor(sides).repeat_interleave(layer.num_kv_heads).unsqueeze(1)
         self._value = value
         self.scale = layer.scale * key
@@ -195,10 +201,9 @@ class _Store:
         return out if self._value == 1.0 else out.mul_(self._value)
 
 
-def _first_rows(block: np.ndarray, entry: int, block_size: int) -> Tensor:
-    """Return the first rows of each head in each ``block``.
+def _first_rows(block: np.ndarray, entry: int, step: int, block_size: int) -> Tensor:
+    """Return the first rows of each head in each ``block``; a block has ``step`` rows of slots.
 
     They are int64 [blocks, entry]: each head's keys, then each head's values.
     """
-    heads = np.arange(entry)
-    return torch.from_numpy((block[:, None] * len(heads) + heads) * block_size)
+    return torch.from_numpy((block[:, None] * step + np.arange(entry)) * block_size)

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from preheat.backends.cpu.hidden import attend
-from preheat.backends.cpu.paged_attention import hidden_keys, padded_rows
+from preheat.backends.cpu.paged_attention import by_rows, hidden_keys, padded_rows
 from preheat.backends.cpu.tiles import MIN_SPAN, SPLIT, ranges, spans
 from preheat.ops.distances import by_distance
 
@@ -28,7 +28,8 @@ class Heads(NamedTuple):
     """Sizes of a layer's attention that decide its cutting into work, and the group with its block table.
 
     A row of one token is alike in causal and in other attention: the token sees no key behind it. ``sides``: a head has
-    a key and a value in the cache, or one entry for both.
+    a key and a value in the cache, or one entry for both. A layer that is not ``own`` reads another layer's entries.
+    From one block to the next are ``apart`` rows; 0 stands for the rows of a block.
     """
 
     window: int | None
@@ -38,6 +39,18 @@ class Heads(NamedTuple):
     causal: bool = True
     sides: int = 2
     group: int = 0
+    own: bool = True
+    apart: int = 0
+
+    @property
+    def step(self) -> int:
+        """Rows from one block to the next."""
+        return self.apart or self.rows
+
+    @property
+    def given(self) -> int:
+        """Heads of a token that the layer is given: queries, and its own keys and values."""
+        return self.heads + self.rows * self.own
 
     @property
     def rows(self) -> int:
@@ -67,7 +80,7 @@ class _Call(NamedTuple):
         _, sides, kv_heads, slots, dim = cache.shape
         count = self.last - self.first
         if self.gathered is not None:
-            rows = cache.view(-1, slots * dim).index_select(0, self.gathered)
+            rows = by_rows(cache, slots * dim).index_select(0, self.gathered)
             found = rows.to(dtype).view(sides, count, kv_heads, self.span, dim)
             return found[0], found[-1]
         blocks = cache[self.block : self.block + (1 if self.shared else count), :, :, : self.span].to(dtype)
@@ -123,13 +136,13 @@ class DecodeAttention:
 
         Queries are rows of the step's heads; results are rows of all pairs' results.
         """
-        heads, kv_heads, rows = self.heads.heads, self.heads.kv_heads, self.heads.rows
+        heads, kv_heads, given = self.heads.heads, self.heads.kv_heads, self.heads.given
         group = heads // kv_heads
         self._query_shape = len(row), kv_heads, query_rows, self.heads.dim
         padded = np.minimum(np.arange(query_rows), group - 1)  # rows that pad repeat the last head
         head = (np.arange(kv_heads)[:, None] * group + padded).reshape(-1)
         self._heads = torch.from_numpy(head)
-        self._queries = torch.from_numpy((row[order][:, None] * (heads + rows) + head).reshape(-1))
+        self._queries = torch.from_numpy((row[order][:, None] * given + head).reshape(-1))
         number = np.empty(len(row), np.int64)
         number[order] = np.arange(len(row))
         most = int(splits.max())
@@ -161,7 +174,7 @@ class DecodeAttention:
     ) -> Tensor:  # fmt: skip
         """Attend with the queries of ``qkv`` over the ``cache`` of ``layer``.
 
-        Returns [tokens, heads * dim]. ``qkv`` is [tokens, heads + sides * kv heads, dim]. ``alibi``, fp32 [heads], are
+        Returns [tokens, heads * dim]. ``qkv`` is [tokens, given heads, dim]. ``alibi``, fp32 [heads], are
         slopes; ``sinks``, fp32 [heads], are scores without keys.
         """
         masks = self._masks
@@ -260,7 +273,7 @@ def _gathering(
         for first in range(begin, end, count):
             last = min(first + count, end)
             read = blocks[order[first:last], : width // block_size]
-            rows = torch.from_numpy((read[:, None] * heads.rows + places).reshape(-1))
+            rows = torch.from_numpy((read[:, None] * heads.step + places).reshape(-1))
             calls.append(_Call(first, last, width, gathered=rows))
     return order, calls, span
 

@@ -34,10 +34,10 @@ LARGEST = max(REFERENCES)
 SIZES = tuple(1 << power for power in range(LARGEST.bit_length()))
 
 ROUTING = (
-    "Tensor? correction, int top_k, bool renormalize, bool round_weights, str scoring, int groups, int top_groups, "
-    "int best, float factor"
+    "Tensor? correction, Tensor? factors, int top_k, bool renormalize, bool round_weights, str scoring, int groups, "
+    "int top_groups, int best, float factor"
 )
-"""The last arguments of an operation: the correction, and the fields of Routing."""
+"""The last arguments of an operation: the correction, the factors, and the fields of Routing."""
 
 
 class ExpertsLayer:
@@ -47,7 +47,7 @@ class ExpertsLayer:
         self, value: Experts, weights: ExpertsWeights, context: LayerContext, slots: SlotTable | None = None
     ) -> None:
         self._routing, self._count, self._ranks = value.routing, value.down.groups.experts, context.ranks
-        self._correction = weights.correction
+        self._correction, self._factors = weights.correction, weights.factors
         self.slots, self._split, self._coded = slots, value.down.order.is_split, value.down.input != "plain"
         self._activation = value.gate_up.finish.activation or "silu_and_mul"
         self._gate_up, self._down = (
@@ -67,15 +67,16 @@ class ExpertsLayer:
         """Return the operands of the single operation; none for split inputs."""
         if self._split:
             return ()
+        more = self._correction, self._factors, *value.routing
         layers = [[each.parts[0].operands for each in layer] for layer in (self._gate_up, self._down)]
         if not self._coded:
             packed = ([packed for packed, *_ in layer] for layer in layers)
             biases = ([bias for _, bias, _ in layer if bias is not None] for layer in layers)
-            return *packed, *biases, value.down.inputs, self._activation, self._correction, *value.routing
+            return *packed, *biases, value.down.inputs, self._activation, *more
         found = list[Any]()
         for layer in layers:
             found += [each for parts, *_ in layer for each in parts], [scales for _, scales, *_ in layer], layer[0][3]
-        return *found, value.down.input, self._correction, *value.routing
+        return *found, value.down.input, *more
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """Return the output [tokens, hidden] of ``x`` [tokens, hidden] and ``logits`` [tokens, experts].
@@ -85,7 +86,7 @@ class ExpertsLayer:
         adapted = self.slots is not None and bool(self.slots.groups)
         if self._operands and not adapted:
             return self._operation(x, logits, *self._operands)
-        chosen, weights = route(logits, self._routing, self._correction)
+        chosen, weights = route(logits, self._routing, self._correction, self._factors)
         shrunk = list[Shrunk]()
 
         def expert(number: int, slots: Tensor) -> list[Tensor]:
@@ -124,7 +125,7 @@ class ExpertsLayer:
     def weights(self) -> Iterator[Tensor]:
         """See :class:`preheat.backends.base.HasWeights`."""
         yield from (each for layer in (self._gate_up, self._down) for one in layer for each in one.weights())
-        yield from () if self._correction is None else (self._correction,)
+        yield from (each for each in (self._correction, self._factors) if each is not None)
 
     def state(self) -> Iterable[Tensor]:
         """See :class:`preheat.backends.base.HasWeights`."""
@@ -173,7 +174,8 @@ def padded(rows: Tensor) -> Sequence[Tensor]:
 )
 def _experts(  # noqa: PLR0917 - arguments of torch's operations are told by their place
     x: Tensor, logits: Tensor, gate_up: list[Tensor], down: list[Tensor], gate_up_bias: list[Tensor],
-    down_bias: list[Tensor], inner: int, activation: Activation, correction: Tensor | None, *routing: Any,
+    down_bias: list[Tensor], inner: int, activation: Activation, correction: Tensor | None, factors: Tensor | None,
+    *routing: Any,
 ) -> Tensor:  # fmt: skip
     """Compute the experts; ``gate_up`` and ``down`` are oneDNN's copies of the matrices, without biases if none."""
 
@@ -185,7 +187,7 @@ def _experts(  # noqa: PLR0917 - arguments of torch's operations are told by the
         inner_rows = ACTIVATIONS[activation](packed_linear(rows, gate_up[number], first, 2 * inner))
         return packed_linear(inner_rows, down[number], last, rows.shape[1])
 
-    chosen, weights = route(logits, Routing(*routing), correction)
+    chosen, weights = route(logits, Routing(*routing), correction, factors)
     return routed(x, chosen, weights, len(gate_up), expert)
 
 
@@ -197,7 +199,7 @@ def _experts(  # noqa: PLR0917 - arguments of torch's operations are told by the
 def _fp8_experts(  # noqa: PLR0917 - as those of the operation above
     x: Tensor, logits: Tensor, gate_up: list[Tensor], gate_up_scales: list[Tensor], gate_up_static: Tensor | None,
     down: list[Tensor], down_scales: list[Tensor], down_static: Tensor | None, kind: ActivationScales,
-    correction: Tensor | None, *routing: Any,
+    correction: Tensor | None, factors: Tensor | None, *routing: Any,
 ) -> Tensor:  # fmt: skip
     """Compute the experts with float8 activations.
 
@@ -212,4 +214,4 @@ def _fp8_experts(  # noqa: PLR0917 - as those of the operation above
         inner = silu_and_mul(layer(rows, number, gate_up, gate_up_scales, gate_up_static))
         return layer(inner, number, down, down_scales, down_static)
 
-    return routed(x, *route(logits, Routing(*routing), correction), len(down_scales), expert)
+    return routed(x, *route(logits, Routing(*routing), correction, factors), len(down_scales), expert)

@@ -71,10 +71,11 @@ class PagedAttention:
     """
 
     def __init__(
-        self, tiles: Tiles, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, *, sides: int = 2
-    ) -> None:
+        self, tiles: Tiles, num_heads: int, num_kv_heads: int, head_dim: int, dtype: torch.dtype, *, sides: int = 2,
+        apart: int = 0,
+    ) -> None:  # fmt: skip
         self.kv_heads, self.group, self.dim = num_kv_heads, num_heads // num_kv_heads, head_dim
-        self.sides = sides
+        self.sides, self._apart = sides, apart or sides * num_kv_heads  # rows from one block to the next
         self.num_tiles, self.width = tiles.queries.shape
         self.rows = self.group * self.width
         self.pad_rows = padded_rows(self.rows, head_dim, dtype) - self.rows
@@ -170,11 +171,11 @@ class PagedAttention:
         """
         entry = self.sides * self.kv_heads
         places = np.arange(entry).reshape(self.sides, 1, self.kv_heads, 1)  # within a block: all keys, all values
-        rows = torch.from_numpy((call.blocks[:, None] * entry + places).reshape(-1))
+        rows = torch.from_numpy((call.blocks[:, None] * self._apart + places).reshape(-1))
         shape = (self.sides, len(call.tile), self.kv_heads, call.span, self.dim)
 
         def read(cache: Tensor) -> Sequence[Tensor]:
-            found = cache.view(-1, cache.shape[-2] * self.dim).index_select(0, rows)
+            found = by_rows(cache, cache.shape[-2] * self.dim).index_select(0, rows)
             found = found.to(self.dtype).view(shape)
             return found[0], found[-1]
 
@@ -203,6 +204,14 @@ class PagedAttention:
         bias = bias.permute(2, 0, 1, 3, 4).flatten(2, 3)
         bias = torch.nn.functional.pad(bias, (0, 0, 0, self.pad_rows))
         return bias if mask is None else bias.add_(mask)
+
+
+def by_rows(cache: Tensor, numbers: int) -> Tensor:
+    """Return ``cache`` [blocks, ...] as rows of ``numbers`` numbers, from a layer's first one on."""
+    if cache.is_contiguous():
+        return cache.view(-1, numbers)
+    count = ((len(cache) - 1) * cache.stride(0) + cache[0].numel()) // numbers
+    return cache.as_strided((count, numbers), (numbers, 1))
 
 
 def _added(part: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:

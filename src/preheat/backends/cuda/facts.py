@@ -25,6 +25,7 @@ FACTS = Facts(
     captures=True,
     plain_routers="its router's kernel has no sigmoids, groups or corrections yet",
     no_latents="its attention kernels read keys and values, not one entry for both",
+    no_layer_ends="nobody has written the last steps of such layers, and entries of several sizes, there",
     quantized={
         "w8a8": QuantizedKernel("float8 matrix unit, promoted to fp32 every 128 inputs"),
         "w8a16": QuantizedKernel("dequantized in the tile; layers, for many rows, in memory"),

@@ -30,6 +30,7 @@ FACTS = Facts(
     quantized=DEQUANTIZED,
     plain_routers="its router's kernel has no sigmoids, groups or corrections yet",
     no_latents="its attention kernels read keys and values, not one entry for both",
+    no_layer_ends="nobody has written the last steps of such layers, and entries of several sizes, there",
     plain_experts="nobody has written the biases of experts and the sinks of attention there",
     defaults={"bucketing_policy": "split", "config_hidden_layers": 1},
     lacks={

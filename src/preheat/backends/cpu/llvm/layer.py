@@ -15,7 +15,7 @@ from preheat.backends.cpu.llvm.pages import in_large_pages
 from preheat.backends.support import matmuls
 from preheat.ops.kinds import Scheme
 from preheat.ops.quantization import QuantizedWeight
-from preheat.ops.values import Experts, Latents, Matmul, Ok, Recurrence, Refused, Support, Value
+from preheat.ops.values import Experts, Latents, LayerEnd, Matmul, Ok, Recurrence, Refused, Support, Value
 
 Run = Callable[[Tensor, Tensor], Tensor]
 
@@ -35,6 +35,8 @@ def _missing_around(value: Value) -> str | None:
     """Return why there is no function for a value of several layers, None if there is one."""
     if isinstance(value, Latents):
         return "attention over latent vectors has no function"
+    if isinstance(value, LayerEnd):
+        return "layers with a scalar or an input of their own have no function"
     if isinstance(value, Experts) and (value.corrected or not value.routing.is_plain):
         return "a router by sigmoids, with groups, or with a factor has no function"
     return None
@@ -44,6 +46,8 @@ def _missing(value: Matmul) -> Iterator[str]:
     """Yield the reasons why there is no function."""
     if value.input != "plain":
         yield "layers that round their inputs have no function"
+    if value.finish.cap is not None:
+        yield "outputs that tanh keeps below a limit have no function"
     if (scheme := value.weight.scheme) is not None:
         yield from _missing_codes(scheme, value.inputs)
     if value.order.is_split or value.order.tiles:
@@ -70,7 +74,7 @@ def product_of(value: Matmul, weight: Tensor | QuantizedWeight) -> Product:
         assert isinstance(weight, QuantizedWeight)
         stored = "int8" if scheme.code == "fp8" else scheme.code
         scales = Scales(scheme.group or value.inputs, exact(weight.scales), scheme.zeros, scheme.indexed)
-    return Product(value.inputs, value.outputs, stored, *value.finish, scales, terms_of(value))
+    return Product(value.inputs, value.outputs, stored, *value.finish[:4], scales, terms_of(value))
 
 
 class PanelLayer:
