@@ -291,9 +291,11 @@ def _add_verify(commands: Any) -> None:
 
 def _add_replay(commands: Any) -> None:
     replay = _command(commands, "replay", _replay, ENGINE_OPTIONS, "give answers again from their receipts")
-    replay.usage = "preheat replay --receipt FILE [MODEL] [--flag VALUE ...]"
+    replay.usage = "preheat replay (--receipt FILE | --receipts-log FILE) [MODEL] [--flag VALUE ...]"
     replay.add_argument(
-        "--receipt", required=True, metavar="FILE", help="a receipt, a log of receipts, or an answer that has one"
+        "--receipt",
+        metavar="FILE",
+        help="a receipt, a log of receipts, or an answer that has one; without it, all files of --receipts-log",
     )
     replay.add_argument("--at", type=int, metavar="N", help="print the logits of token N, computed alone")
     replay.add_argument("--any-contract", action="store_true", help="compare though the engine has another contract")
@@ -601,7 +603,7 @@ def _replay(values: dict[str, Any]) -> int:
     from preheat.verify import replay
     from preheat.verify.drive import Engine
 
-    receipts = replay.read_receipts(path)
+    receipts = replay.read_receipts(path) if path is not None else replay.read_log(settings.receipts_log)
     engine, wrong = Engine(boot_engine, settings), 0
     if len(receipts) > 1 and at is None and not whatever:
         return _replay_log(receipts, engine, as_json=as_json)

@@ -65,6 +65,9 @@ def test_the_fields_are_vllms(prefill: Server, decode: Server) -> None:
     assert found[:2] == alone[:2]
     assert found[2] == 16 * ((told["remote_num_tokens"] - 1) // 16) and len(told["remote_block_ids"]) * 16 >= found[2]
     assert until(lambda: decode.metric("kv_transfer_received_blocks_total") == found[2] // 16)
+    body = {"prompt": PROMPT, **DRAWN, "receipt": True}
+    kept = [server.post("/v1/completions", body).json["choices"][0]["receipt"] for server in (prefill, decode)]
+    assert kept[0]["chain"] == kept[1]["chain"] and kept[0]["contract"] == kept[1]["contract"]
     assert until(lambda: prefill.metric("kv_transfer_sent_blocks_total") == found[2] // 16)
 
 

@@ -129,10 +129,19 @@ def test_the_command_reads_a_log_and_an_answer(
     log, answer = tmp_path / "log.jsonl", tmp_path / "answer.json"
     log.write_bytes(b"".join(msgspec.json.encode(each) + b"\n" for each in receipts[:2]))
     answer.write_bytes(msgspec.json.encode({"choices": [{"receipt": receipts[0]}, {"receipt": None}]}))
-    assert main(["replay", "--receipt", str(log), *flags]) == 0
-    *lines, last = capsys.readouterr().out.splitlines()
-    assert [line.split(":")[0].split()[-1] for line in lines] == ["equal", "equal"]
-    assert last == "2 of 2 answers are equal"
+    rotated = tmp_path / "rotated.jsonl"
+    for path, receipt in zip((tmp_path / "rotated.jsonl.1", rotated), receipts, strict=False):
+        path.write_bytes(msgspec.json.encode(receipt) + b"\n")
+    for given in (["--receipt", str(log)], ["--receipts-log", str(rotated)]):
+        assert main(["replay", *given, *flags]) == 0
+        *lines, last = capsys.readouterr().out.splitlines()
+        assert [line.split(":")[0].split()[1:] for line in lines] == [
+            [each.chain[:8], "equal"] for each in receipts[:2]
+        ]
+        assert last == "2 of 2 answers are equal"
+    for missing, why in ((None, "give --receipt FILE, or --receipts-log FILE"), (str(answer) + "s", "has no file")):
+        with pytest.raises(SettingsError, match=why):
+            replay.read_log(missing)
     assert len(replay.read_receipts(str(answer))) == 1
     answer.write_bytes(msgspec.json.encode(changed_token(receipts[0])))
     with pytest.raises(SettingsError, match="its chain does not belong to its tokens and digests"):

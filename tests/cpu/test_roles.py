@@ -147,6 +147,19 @@ def test_only_missing_blocks_are_pulled(one, two, expected):
     assert one.stats.received_blocks - before == LENGTH // BLOCK * len(PROMPTS) - 2
 
 
+def test_a_request_that_moves_goes_on_with_the_blocks_of_its_prompt(one, two, expected):
+    two.answers()
+    one.engine.forget_prefixes()
+    with two.sending() as source:
+        moved = [
+            replace(prompt, source=source, delivered=tuple(tokens[:2]))
+            for prompt, tokens in zip(PROMPTS, expected[0], strict=True)
+        ]
+        bits = one.engine.run(moved)
+    assert [each.bits for each in bits] == [each[2:] for each in expected[1]]
+    assert [each.cached for each in one.engine.answers] == [LENGTH // BLOCK * BLOCK] * len(PROMPTS)
+
+
 def failed(taker: Served, reason: str, source: BlockSource, expected: object) -> int:
     """Check that pulls fail for ``reason``, and change no answer. Return the blocks that arrived."""
     before = taker.stats

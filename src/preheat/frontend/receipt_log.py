@@ -25,6 +25,16 @@ MOST_WAITING = 4096
 """Receipts that wait for the disk. Later ones are dropped, and counted in a warning, so that no answer waits."""
 
 
+def log_files(path: str) -> list[Path]:
+    """Return the files of the log at ``path`` that there are, the oldest first."""
+    return [each for each in reversed(_names(Path(path).expanduser())) if each.exists()]
+
+
+def _names(path: Path) -> list[Path]:
+    """Return the files that a log may have, the latest first."""
+    return [path, *(path.with_name(f"{path.name}.{number}") for number in range(1, KEPT))]
+
+
 class ReceiptLog:
     """Receipts in ``path``, from now on. Raises SettingsError if the file cannot be written."""
 
@@ -86,7 +96,7 @@ class ReceiptLog:
             self._rotate()
 
     def _rotate(self) -> None:
-        names = [self._path, *(self._path.with_name(f"{self._path.name}.{number}") for number in range(1, KEPT))]
+        names = _names(self._path)
         for newer, older in zip(names[-2::-1], names[:0:-1], strict=True):
             if newer.exists():
                 os.replace(newer, older)

@@ -15,6 +15,7 @@ import msgspec
 
 from preheat.core import Request, Resume
 from preheat.errors import InvalidRequest, PreheatError, SettingsError
+from preheat.frontend.receipt_log import log_files
 from preheat.frontend.receipts import Receipt, chain_of
 from preheat.utils.contract import Contract, Difference, first_difference
 from preheat.utils.files import TABLE_BYTES, read_given, shown, why_unread
@@ -84,6 +85,15 @@ def read_receipts(path: str) -> list[Receipt]:
     if not found:
         raise SettingsError(f"{shown(path)} holds no receipts: send requests with receipt: true")
     return found
+
+
+def read_log(path: str | None) -> list[Receipt]:
+    """Return the receipts in all files of the log at ``path``, the oldest first. Raises SettingsError."""
+    if path is None:
+        raise SettingsError("replay needs receipts: give --receipt FILE, or --receipts-log FILE as for the server")
+    if not (files := log_files(path)):
+        raise SettingsError(f"receipts_log {shown(path)} has no file", param="receipts_log")
+    return [receipt for each in files if each.stat().st_size for receipt in read_receipts(str(each))]
 
 
 def _parsed(text: str) -> list[Any]:
