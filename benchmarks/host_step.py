@@ -204,10 +204,13 @@ def by_the_clock(llm: LLM, steps: int) -> dict[str, float]:
 
 
 def beside_functions(llm: LLM, steps: int) -> dict[str, float]:
-    """Return the median microseconds of a step, in compiled functions and in the rest, and the rest's best tenth."""
+    """Return the median microseconds of a step, in compiled functions and in the rest, and the rest's best tenth.
+
+    Functions that run beside the host's work count only while the host waits for them.
+    """
     team, inside = llm.loop.executor.decoder.functions.team, list[float]()  # type: ignore[union-attr]
     whole, rest = list[float](), list[float]()
-    for name in ("run", "run_all"):
+    for name in ("run", "run_all", "join"):
         setattr(team, name, _timing(getattr(team, name), inside))
     try:
         for _ in range(steps):
@@ -217,7 +220,7 @@ def beside_functions(llm: LLM, steps: int) -> dict[str, float]:
             whole.append(time.perf_counter() - started)
             rest.append(whole[-1] - sum(inside))
     finally:
-        del team.run, team.run_all
+        del team.run, team.run_all, team.join
     step, host, best = statistics.median(whole), statistics.median(rest), sorted(rest)[len(rest) // 10]
     figures = {"step": step, "functions": step - host, "host": host, "best": best}
     return {name: round(seconds * 1e6, 1) for name, seconds in figures.items()}

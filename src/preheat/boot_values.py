@@ -93,10 +93,12 @@ class Parts(NamedTuple):
 
     def loop(self, transport: EngineSide, device: Device, **more: Any) -> Loop:
         """Return a loop on ``transport``; ``more`` are its listener and other observers."""
-        return Loop(
+        loop = Loop(
             transport, scheduler=self.scheduler, packer=self.packer, executor=self.executor, grammars=self.grammars,
             adapters=self.adapters, overlap=device.overlap, **more,
         )  # fmt: skip
+        loop.delivers_late = device.backend.facts.goes_on and self.scheduler.drafting is None
+        return loop
 
     def check(self, device: Device, record: Record) -> BootCheck:
         runner = CheckRunner(self.scheduler.pool, self.packer, self.executor)

@@ -22,7 +22,7 @@ _PROGRAM = """
 
 define void @_start() {{
   %read = call i64 @system(i64 63, i64 0, ptr @memory, i64 {size})
-  call void @start(ptr @frame, ptr @{function}, ptr @layer)
+  call void @start(ptr @frame, ptr @{function}, ptr @layer, i64 0)
   %written = call i64 @system(i64 64, i64 1, ptr @memory, i64 {size})
   %end = call i64 @system(i64 93, i64 0, ptr @memory, i64 0)
   unreachable

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from ctypes import CFUNCTYPE, c_int64, c_void_p
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -13,8 +14,10 @@ pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install l
 from llvmlite import ir
 
 from preheat.backends.cpu.llvm import functions, job, machine, targets
-from preheat.backends.cpu.llvm.kinds import COUNTERS, JOB, Product
+from preheat.backends.cpu.llvm.kinds import COUNTERS, ENDED, JOB, POSTED, Product
+from preheat.backends.cpu.llvm.memory import zeros
 from tests.cpu.test_llvm import Alone
+from tests.waiting import until
 
 HOW = Product(64, 128, "float32")
 EMPTY = 7.0
@@ -63,3 +66,44 @@ def test_a_thread_with_the_number_of_an_older_job_finds_nothing_to_do():
         for number in range(int(alone.team._frame[JOB]) + 1):
             late(alone, number, torch.randn(8, 64), out)
         assert bool((out == EMPTY).all())
+
+
+# --- lists of jobs ---
+
+
+def listed(alone: Alone, x: Tensor, out: Tensor) -> np.ndarray:
+    """Return the list of two jobs: one row of ``x``, then all rows."""
+    jobs = zeros(2 * job.JOB_WORDS, np.int64).reshape(2, -1)
+    for words, rows in zip(jobs, (1, len(x)), strict=True):
+        words[:] = alone.address, alone.frame.ctypes.data, x.data_ptr(), out.data_ptr(), rows
+    return jobs
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_posted_list_has_the_bits_of_its_jobs(threads, late):
+    """The caller joins at once, or after the other threads have done everything."""
+    alone = Alone(code(closed=True), HOW, torch.randn(128, 64), threads)
+    frame, x = alone.team._frame, torch.randn(6, 64)
+    expected = alone(x)
+    for _ in range(20):
+        out = torch.full((6, 128), EMPTY)
+        jobs = listed(alone, x, out)
+        alone.team.post(jobs.ctypes.data, len(jobs))
+        if late and threads > 1:
+            assert until(lambda: frame[ENDED] == frame[POSTED])
+        alone.team.join()
+        assert torch.equal(out, expected)
+    alone.team.join()  # there is none
+
+
+def test_nothing_else_runs_before_a_posted_list_is_joined():
+    alone = Alone(code(closed=True), HOW, torch.randn(128, 64))
+    x, out = torch.randn(2, 64), torch.empty(2, 128)
+    jobs = listed(alone, x, out)
+    alone.team.post(jobs.ctypes.data, len(jobs))
+    with pytest.raises(AssertionError, match="not joined yet"):
+        alone(x)
+    with pytest.raises(AssertionError, match="posted already"):
+        alone.team.post(jobs.ctypes.data, len(jobs))
+    alone.team.join()

@@ -58,15 +58,15 @@ def test_a_compilation_during_a_step_is_a_cold_event_of_the_engine(tmp_path, mon
     llm.generate([[5, 6, 7]], params, use_tqdm=False)
     assert Record.from_json(llm.loop.listener.report()).cold == {}
     right, source = (
-        model.Functions.layers,
+        model.Functions.start,
         f'target triple = "{targets.here().triple}"\ndefine void @late() {{ ret void }}',
     )
 
-    def late(functions: model.Functions, *given: Any) -> Tensor:
+    def late(functions: model.Functions, *given: Any) -> Tensor | None:
         machine.compile_code(source, None)
         return right(functions, *given)
 
-    monkeypatch.setattr(model.Functions, "layers", late)
+    monkeypatch.setattr(model.Functions, "start", late)
     llm.generate([[5, 6, 7]], params, use_tqdm=False)
     record = Record.from_json(llm.loop.listener.report())
     assert record.cold == {"llvm": 1}

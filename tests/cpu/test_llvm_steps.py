@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from preheat import LLM, SamplingParams
@@ -77,6 +78,58 @@ def test_tokens_that_go_on_have_the_bits_that_they_have_among_all(llm):
     assert torch.equal(taken, all_[index])
     assert torch.equal(residual, before)
     assert not torch.equal(functions.take(attended, residual, index.flip(0)), taken)
+
+
+# --- steps that go on ---
+
+
+def logits_of(llm: LLM, goes_on: bool, monkeypatch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Return the logits of all steps of two requests; the steps may go on after their launch, or not."""
+    found, executor = list[Tensor](), llm.loop.executor
+    monkeypatch.setattr(executor, "goes_on", goes_on)
+    executor.watch_logits(lambda logits, batch: found.append(logits.clone()))
+    params = [SamplingParams(temperature=heat, seed=1, max_tokens=6, ignore_eos=True, logprobs=1) for heat in (0, 1)]
+    llm.generate(["Once upon", "a time"], params, use_tqdm=False)
+    executor.watch_logits(None)
+    return found
+
+
+def test_steps_that_go_on_have_the_bits_of_others(llm, monkeypatch):
+    others, found = (logits_of(llm, goes_on, monkeypatch) for goes_on in (False, True))
+    assert len(found) == len(others) > 0
+    assert all(map(torch.equal, found, others))
+
+
+def test_a_step_without_its_last_layer_is_seen(llm, monkeypatch):
+    others, functions = logits_of(llm, False, monkeypatch), llm.loop.executor.decoder.functions
+    right = functions._whole[-5].copy()
+    functions._whole[-5] = functions._whole[0]
+    found = logits_of(llm, True, monkeypatch)
+    functions._whole[-5] = right
+    assert not any(map(torch.equal, found, others))
+
+
+def test_results_reach_the_frontend_while_the_next_step_runs(llm, monkeypatch):
+    """Each step is launched before its predecessor's tokens are sent, and after they are known."""
+    loop, seen = llm.loop, list[str]()
+    for owner, name in ((loop.scheduler, "process_results"), (loop.executor, "launch"), (loop.transport, "put")):
+        right = getattr(owner, name)
+        monkeypatch.setattr(owner, name, lambda *of, right=right, name=name: (seen.append(name), right(*of))[1])
+    llm.generate("Once", SamplingParams(temperature=0, max_tokens=3, ignore_eos=True), use_tqdm=False)
+    assert seen == ["launch", *["process_results", "launch", "put"] * 2, "process_results", "put"]
+
+
+def test_a_canceled_request_leaves_its_step_alone(llm):
+    """The step goes on beside the cancellation, and the next request has the answer of a request alone."""
+    params = SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
+    (alone,) = llm.generate("a time", params, use_tqdm=False)
+    engine = llm.llm_engine
+    engine.add_request("canceled", "Once upon", params)
+    engine.step()
+    assert llm.loop._in_flight
+    engine.abort_request(["canceled"])
+    (again,) = llm.generate("a time", params, use_tqdm=False)
+    assert again.outputs[0].token_ids == alone.outputs[0].token_ids
 
 
 # --- torch's part of a step ---

@@ -107,9 +107,11 @@ def test_a_mode_that_cannot_fall_back_says_so(mode, warned, caplog):
     assert bool([text for text in caplog.messages if "no operation can fall back" in text]) is warned
 
 
-def test_a_trace_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("mode", "late"), [("eager", False), ("llvm", True)])
+def test_a_trace_of_the_engine(mode: str, late: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A step of compiled functions goes on, so that the next call processes its results first."""
     monkeypatch.chdir(tmp_path)
-    llm = LLM(**SMALL, profiler_enabled=True)
+    llm = LLM(**SMALL, profiler_enabled=True, execution_mode=mode)
     count = steps(llm)
     (path,) = tmp_path.glob("preheat_trace_*.json")
     events = [event for event in json.loads(path.read_text()) if event["ph"] == "X"]
@@ -117,10 +119,13 @@ def test_a_trace_of_the_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
     for event in events:
         named.setdefault(event["name"], []).append(event)
     assert {"Importing torch", "Loading model weights", "Initializing cache engine"} <= named.keys()
-    parts = ("schedule", "pack", "launch", "process_results")
-    assert {name: len(named[name]) for name in ("step", *parts)} == dict.fromkeys(("step", *parts), count)
+    parts = ("pack", "launch", "process_results")
+    assert {name: len(named[name]) for name in parts} == dict.fromkeys(parts, count)
+    assert [len(named[name]) for name in ("step", "schedule")] == [count + late] * 2
     for i, step in enumerate(named["step"]):
-        times = [(named[part][i]["ts"], named[part][i]["ts"] + named[part][i]["dur"]) for part in parts]
+        run = [named[part][i] for part in ("schedule", "pack", "launch") if i < len(named[part])]
+        processed = named["process_results"][max(i - late, 0) : i + 1 - late]
+        times = [(part["ts"], part["ts"] + part["dur"]) for part in (processed + run if late else run + processed)]
         edges = [step["ts"], *(edge for pair in times for edge in pair), step["ts"] + step["dur"]]
         assert edges == sorted(edges)
     said = named["pack"][-1]["args"]

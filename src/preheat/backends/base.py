@@ -96,6 +96,7 @@ class Facts:
     ``no_layer_ends``: why no layer has a scalar or an input of its own; "" where they may. ``split``: keys of a KV
     split. ``min_tokens``: a step is padded to at least so many.
     ``asynchronous``: the device goes on after a call returns, so that the host can prepare the next step.
+    ``goes_on``: a step of the host's functions goes on after a call returns, while its results are not needed.
     ``captures``: programs become graphs.
     ``on_host``: its memory is the host's. ``logs_buckets``: the log tells of each bucket, as the platform's users know
     it. ``pads_context``: the length of contexts is part of a decode program, and attention is padded to it.
@@ -115,6 +116,7 @@ class Facts:
     split: int
     min_tokens: int = 1
     asynchronous: bool = False
+    goes_on: bool = False
     captures: bool = False
     on_host: bool = False
     logs_buckets: bool = False
@@ -658,6 +660,17 @@ class LayerFunctions(Protocol):
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Return hidden states [rows, hidden] after the last layer and the final norm; ``residual`` is overwritten."""
+
+    def start(self, residual: Tensor, index: Tensor, head: Linear, logits: Tensor) -> Tensor | None:
+        """Start all layers and ``head`` on the residual stream [tokens, hidden]; return before they are done.
+
+        The output of the last attention is returned, as :meth:`layers` returns it. ``logits`` [size, vocab] become the
+        logits of the tokens ``index``, int32 [size]. Both are there after :meth:`wait`, and no tensor of the step may
+        change before. Return None, and start nothing, if the step has adapters or there is no function of ``head``.
+        """
+
+    def wait(self) -> None:
+        """Wait for the step that was started last; return at once if there is none."""
 
     def take(self, attended: Tensor, residual: Tensor, index: Tensor) -> Tensor:
         """Return hidden states [size, hidden] of the tokens ``index``, int32 [size], valid until the next call.

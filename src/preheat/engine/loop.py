@@ -6,7 +6,8 @@ The life of a request: the transport hands over a Request (``take``). The schedu
 
 With ``overlap`` the loop launches a step before it waits for the previous one, so that the device always has work. A
 step with drafts must be waited for first; the next step is then launched before the frontend gets the results. Until a
-step must be prepared the loop keeps listening, so that new requests can join the step.
+step must be prepared the loop keeps listening, so that new requests can join the step. A loop that ``delivers_late``
+does so with every step: the frontend gets the results while the next step runs.
 
 A request with an adapter or a grammar first waits beside the queue until both are ready (``admission``). The scheduler
 lists the adapters to load into adapter slots before a step. A step with grammars is launched up to its logits. The loop
@@ -154,6 +155,7 @@ class Loop:
         self.block_server: BlockServer | None = None
         self.audit: Audit | None = None
         self._audits_reported = 0
+        self.delivers_late = False
 
     @property
     def idle(self) -> bool:
@@ -164,7 +166,7 @@ class Loop:
         """Step until drained; wait in the transport while there is nothing to run."""
         while not (self.draining and self.idle):
             self.take(self._patience())
-            while (spare := self.launch_timer.spare()) >= TICK:
+            while self.overlap and (spare := self.launch_timer.spare()) >= TICK:
                 self.take(spare)
             self.step()
 
@@ -224,17 +226,22 @@ class Loop:
     def _step(self) -> None:
         self._compact()
         self.launch_timer.preparing()
-        schedule, outcomes = self.call("schedule", self.scheduler.schedule), list[Delta]()
+        outcomes = self._outcomes() if self.delivers_late else []
         try:
+            schedule = self.call("schedule", self.scheduler.schedule)
             if schedule is None and self._in_flight and self.scheduler.drafting is not None:
-                outcomes = [self._next_outcome() for _ in range(len(self._in_flight))]
+                outcomes = self._outcomes()
                 self.launch_timer.preparing()
                 schedule = self.call("schedule", self.scheduler.schedule)
             runs = schedule is not None and self._launch(schedule)
         finally:
             for outcome in outcomes:
                 self.transport.put(outcome)
-        self._process_results(leave=1 if self.overlap and runs else 0)
+        self._process_results(leave=1 if (self.overlap or self.delivers_late) and runs else 0)
+
+    def _outcomes(self) -> list[Delta]:
+        """Wait for all steps in flight, and return their outcomes."""
+        return [self._next_outcome() for _ in range(len(self._in_flight))]
 
     def _launch(self, schedule: Schedule) -> bool:
         """Put a step in flight. Return False if it will fail, so that no other step is launched behind it."""

@@ -44,6 +44,7 @@ class DraftModel:
         self._ran: list[InputBatch] = []
         self._in_flight: deque[tuple[LaunchedStep, Schedule]] = deque()
         self.waits = not executor.backend.facts.asynchronous
+        executor.goes_on = False  # steps follow each other before the results of the first are read
 
     def take_steps(self) -> list[InputBatch]:
         """Return the steps since the last call."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any
 
@@ -60,16 +60,20 @@ for the device.
 class LaunchedStep:
     """A launched step on the device.
 
-    Its result may be read until another step uses its host copy.
+    Its result may be read until another step uses its host copy. ``draw`` belongs to a step that still computes its
+    logits: it waits for them, draws, and returns the whole step. Read the result of such a step before the next launch.
     """
 
     batch: InputBatch
     sampler: Sampler
     prompt_logprobs: dict[int, list[Any]]
     digests: dict[int, int]
+    draw: Callable[[InputBatch], LaunchedStep] | None = field(default=None, kw_only=True)
 
     def result(self) -> StepResult:
         """Wait for the step and return its result."""
+        if self.draw is not None:
+            return self.draw(self.batch).result()
         batch, rows, reporting = self.batch, self.batch.sampled_rows, self.batch.reporting
         if isinstance(self.sampler, Pooler):
             states = self.sampler.states(batch.turn, len(rows))
@@ -87,6 +91,9 @@ class Executor:
     A graph holds ``layers_per_graph`` layers, or all. ``encoder`` is for models that see images, ``adapters`` for
     models with adapter slots.
     """
+
+    goes_on = True
+    """Whether a step may go on after :meth:`launch` returns, where the backend's functions can start one."""
 
     @torch.inference_mode()  # all tensors of a step too: compiled regions would tell them apart
     def __init__(
@@ -152,14 +159,53 @@ class Executor:
         """Run a step and wait for it."""
         return self.launch(batch).result()
 
-    @torch.inference_mode()
     def launch(self, batch: InputBatch) -> LaunchedStep:
         """Start a step behind all work started before.
 
         If a row wants prompt logprobs, wait for the step: the logprobs may be many.
         """
+        if self._start(batch):
+            return LaunchedStep(batch, self.sampler, {}, {}, draw=self._finish)
+        return self._launch(batch)
+
+    @torch.inference_mode()
+    def _launch(self, batch: InputBatch) -> LaunchedStep:
         self._run(batch)
         return self._draw(batch)
+
+    def _start(self, batch: InputBatch) -> bool:
+        """Start a step up to its logits in the backend's functions, or return False.
+
+        The functions run plain steps: their rows sample, without adapters, images or states that are kept.
+        """
+        functions, size = self.decoder.functions, batch.sampling_size
+        if functions is None or not self.goes_on or not size or batch.adapters is not None:
+            return False
+        if self.features is not None or self.encoder is not None or isinstance(self.sampler, Pooler):
+            return False
+        self._send(batch)
+        self._use("tokens", False)
+        inputs = self.buffers.inputs(batch.bucket)
+        residual = self._first_tokens(inputs.tokens.shape[0])[0]
+        self._begin(inputs, residual)
+        index, logits = self.buffers.first_sampled(size), self._first_logits(size)
+        attended = functions.start(residual, index, self.decoder.weights.head, logits)
+        if attended is not None:
+            self._states = Attended(attended, residual)
+        return attended is not None
+
+    def _finish(self, batch: InputBatch) -> LaunchedStep:
+        """Wait for the logits of a started step, and draw."""
+        self._wait()
+        self.sampler.describe(batch.turn, batch.sampling, batch.sampled_slots)
+        logits = self._first_logits(batch.sampling_size)
+        self.sampler.sample(batch.sampling.level, logits)
+        return self._answer(batch, self._watched(batch, logits))
+
+    def _wait(self) -> None:
+        """Wait for a started step: its input and its states are static buffers."""
+        if self.decoder.functions is not None:
+            self.decoder.functions.wait()
 
     @torch.inference_mode()
     def begin(self, batch: InputBatch) -> None:
@@ -207,6 +253,9 @@ class Executor:
         The programs that serve run it, or ``eager`` operations. ``tap`` is called after every layer and needs eager
         operations.
         """
+        if tap is None and not eager and self._start(batch):
+            self._finish(batch).result()
+            return self._first_logits(batch.sampling_size)[: len(batch.sampled_rows)].to(torch.float32, copy=True)
         if tap is None:
             self._run(batch, eager=eager)
         else:
@@ -377,6 +426,7 @@ class Executor:
 
         Images that it lacks are encoded.
         """
+        self._wait()
         self.buffers.send(batch.turn, batch.pieces)
         inputs = self.buffers.inputs(batch.bucket)
         self.attention.send(batch.turn, batch.work, inputs)
@@ -399,7 +449,10 @@ class Executor:
     def _sample_rows(self, batch: InputBatch, *, eager: bool = False) -> Tensor:
         """Draw for the sampling rows; return their logits [sampling_size, vocab]."""
         self.sampler.describe(batch.turn, batch.sampling, batch.sampled_slots)
-        logits = self.samples.run(batch.sampler_program, eager=eager)
+        return self._watched(batch, self.samples.run(batch.sampler_program, eager=eager))
+
+    def _watched(self, batch: InputBatch, logits: Tensor) -> Tensor:
+        """Let the reader of logits see the logits of a step, and return them."""
         if self._watch is not None:
             self._watch(self._drawn(batch, logits).float(), batch)
         return logits

@@ -26,6 +26,8 @@ class SharedExecutor(Executor):
     of the next stage. The output has the norm of the residual stream, and the stream, for all tokens.
     """
 
+    goes_on = False  # ranks exchange during a step
+
     def __init__(self, draws: Collective | None, pipe: Pipe | None, *args: Any, **more: Any) -> None:
         super().__init__(*args, **more)
         self._draws, self._pipe = draws, pipe

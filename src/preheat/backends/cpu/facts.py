@@ -61,7 +61,7 @@ FACTS = Facts(
     max_num_seqs=64,
     max_num_batched_tokens=1024,
     quantized=_QUANTIZED,
-    in_modes={"llvm": {"quantized": _QUANTIZED | _COMPILED, "float16": True}},
+    in_modes={"llvm": {"quantized": _QUANTIZED | _COMPILED, "float16": True, "goes_on": True}},
     ignored=NO_BRIDGE,
     rejected=NO_PEERS
     | {

@@ -268,9 +268,9 @@ class Function:
 
     # --- threads ---
 
-    def spin(self, leave: Callable[[], Value]) -> None:
-        """Wait until ``leave()`` holds; let others run now and then."""
-        turns = self.variable(self.i(0))
+    def spin(self, leave: Callable[[], Value], turns: Value | None = None) -> None:
+        """Wait until ``leave()`` holds; let others run after many ``turns``, a variable that counts from 0."""
+        turns = self.variable(self.i(0)) if turns is None else turns
         wait, more, end = self._blocks(3)
         self.b.branch(wait)
         self.b.position_at_end(wait)
@@ -327,6 +327,12 @@ class Function:
     def load_atomic(self, pointer: Value) -> Value:
         return self.b.load_atomic(pointer, "acquire", 8, typ=LONG)
 
+    def exchanged(self, word: Value, old: Value, new: Value) -> Value:
+        """Replace the ``old`` value of a word; return whether no other thread was faster."""
+        swap = ir.instructions.CmpXchg(self.b.block, word, old, new, "acq_rel", "acquire", "")
+        self.b._insert(swap)
+        return self.b.extract_value(swap, 1)
+
     @contextmanager
     def units(self, word: Value, count: Value, job: Value) -> Iterator[Value]:
         """Run the body for each unit that this thread claims.
@@ -343,9 +349,7 @@ class Function:
         seen, ours, number = self._tagged(word, job)
         b.cbranch(b.and_(ours, b.icmp_signed("<", number, self.i(count))), attempt, end)
         b.position_at_end(attempt)
-        claim = ir.instructions.CmpXchg(b.block, word, seen, self.add(seen, 1), "acq_rel", "acquire", "")
-        b._insert(claim)
-        b.cbranch(b.extract_value(claim, 1), body, head)
+        b.cbranch(self.exchanged(word, seen, self.add(seen, 1)), body, head)
         b.position_at_end(body)
         yield number
         b.atomic_rmw("add", done, self.i(1), "acq_rel")

@@ -7,13 +7,28 @@ from collections.abc import Callable, Iterable
 from llvmlite import ir
 
 from preheat.backends.cpu.llvm.emit import ALL_CLAIMED, LONG, POINTER, SPINS_BEFORE_YIELD, Function, Value
-from preheat.backends.cpu.llvm.kinds import FRAME, FUNCTION, JOB, LAYER, LAYER_FRAME, LINE
+from preheat.backends.cpu.llvm.kinds import (
+    ENDED,
+    FRAME,
+    FUNCTION,
+    JOB,
+    LAYER,
+    LAYER_FRAME,
+    LENGTH,
+    LINE,
+    LIST,
+    POSTED,
+    TAKEN,
+)
 
 Phase = tuple[Value, Value, Value]
 """Arguments of :meth:`Function.units` and :meth:`Function.finished`: a counter, the number of units, and the job."""
 
-JOB_WORDS = 4
-"""Words of a listed job."""
+JOB_WORDS = 5
+"""Words of a listed job: a function, a layer's frame, the addresses of ``x`` and ``attended``, and the rows.
+
+Where one of the last three words is 0, the field stays as the job before left it.
+"""
 
 _ARGS = [POINTER, POINTER, LONG, LONG]
 _KIND = ir.FunctionType(ir.VoidType(), _ARGS)
@@ -67,33 +82,89 @@ def wait(e: Job, phases: Iterable[Phase]) -> None:
 
 
 def jobs(module: ir.Module, counters: int) -> None:
-    """Write the functions ``start``, ``run`` and ``work``, by which threads share jobs.
+    """Write the functions by which threads share jobs.
 
-    ``start(frame, function, layer)`` publishes a job and takes part in it, as thread 0, until the job is done.
-    ``run(frame, jobs, count)`` starts one job after another. A job is four words: a function, a layer's frame, and the
-    addresses of ``x`` and ``attended``. An address of 0 leaves the field as it is.
-    ``work(frame, thread, spins, seen)`` takes part in jobs after the job number ``seen``. It returns the latest job's
-    number after ``spins`` empty turns, or -1 when the function is null.
+    ``start(frame, function, layer, thread)`` publishes a job and takes part in it until the job is done.
+    ``run(frame, jobs, count, thread)`` starts one listed job after another.
+    ``post(frame, jobs, count)`` publishes a list and returns. The first thread that sees the list runs it.
+    ``join(frame)`` takes part in the latest list, as thread 0, until the list is done.
+    ``work(frame, thread, spins, seen)`` takes part in lists, and in jobs after the job number ``seen``. It returns the
+    latest job's number after ``spins`` empty turns, or -1 when the function is null.
     """
     start = _start(module, counters)
-    e = Function(module, "run", [POINTER, POINTER, LONG])
-    frame, listed, most = e.args
+    run = _run(module, start)
+    _post(module)
+    _join(module, run)
+    _work(module, run)
+
+
+def _run(module: ir.Module, start: Value) -> Value:
+    """Write the function that starts the jobs of a list, and return it."""
+    e = Function(module, "run", [POINTER, POINTER, LONG, LONG])
+    frame, listed, most, thread = e.args
     with e.loop(0, most) as at:
-        function, layer = (e.field(listed, e.add(e.mul(at, JOB_WORDS), part), POINTER) for part in (0, 1))
-        for part, name in ((2, "x"), (3, "attended")):  # no thread works now: the job before is closed
-            address = e.field(listed, e.add(e.mul(at, JOB_WORDS), part))
-            with e.when(e.b.icmp_signed("!=", address, e.i(0))):
-                e.store(address, frame, FRAME[name], LONG, 8)
-        e.b.call(start, [frame, function, layer])
+        words = e.at(listed, e.mul(at, JOB_WORDS), LONG)
+        for part, name in ((2, "x"), (3, "attended"), (4, "rows")):  # no thread works now: the job before is closed
+            word = e.field(words, part)
+            with e.when(e.b.icmp_signed("!=", word, e.i(0))):
+                e.store(word, frame, FRAME[name], LONG, 8)
+        e.b.call(start, [frame, e.field(words, 0, POINTER), e.field(words, 1, POINTER), thread])
     e.close()
-    _work(module)
+    return e.function
+
+
+def _post(module: ir.Module) -> None:
+    """Write the function that publishes a list of jobs."""
+    e = Function(module, "post", [POINTER, POINTER, LONG])
+    frame, listed, count = e.args
+    e.store_atomic(e.b.ptrtoint(listed, LONG), e.at(frame, LIST, LONG), "release")
+    e.store_atomic(count, e.at(frame, LENGTH, LONG), "release")
+    place = e.at(frame, POSTED, LONG)
+    e.store_atomic(e.add(e.load_atomic(place), 1), place, "seq_cst")
+    e.close()
+
+
+def _take_list(e: Function, frame: Value, thread: Value, run: Value) -> None:
+    """Run the latest list of jobs if no thread has begun it."""
+    posted, place = e.load_atomic(e.at(frame, POSTED, LONG)), e.at(frame, TAKEN, LONG)
+    taken = e.load_atomic(place)
+    with e.when(e.b.icmp_signed("!=", taken, posted)), e.when(e.exchanged(place, taken, posted)):
+        e.b.call(run, [frame, e.field(frame, LIST, POINTER), e.field(frame, LENGTH), thread])
+        e.store_atomic(posted, e.at(frame, ENDED, LONG), "release")
+
+
+def _join(module: ir.Module, run: Value) -> None:
+    """Write the function that takes part in the latest list until the list is done."""
+    e = Function(module, "join", [POINTER])
+    (frame,) = e.args
+    seen, turns = e.variable(e.i(0)), e.variable(e.i(0))
+    _take_list(e, frame, e.i(0), run)
+
+    def done() -> Value:
+        number = e.load_atomic(e.at(frame, JOB, LONG))
+        with e.when(e.b.icmp_signed("!=", number, e.get(seen))):
+            e.set(seen, number)
+            _take_part(e, frame, e.i(0), number)
+            e.set(turns, e.i(0))
+        posted, ended = (e.load_atomic(e.at(frame, at, LONG)) for at in (POSTED, ENDED))
+        return e.b.icmp_signed("==", posted, ended)
+
+    e.spin(done, turns)
+    e.close()
+
+
+def _take_part(e: Function, frame: Value, thread: Value, number: Value) -> None:
+    """Run a thread's part of job ``number``."""
+    function, layer = (e.field(frame, at, POINTER) for at in (FUNCTION, LAYER))
+    with e.denormals_kept():
+        e.b.call(_Callee(function, _KIND), [frame, layer, thread, number])
 
 
 def _start(module: ir.Module, counters: int) -> Value:
     """Write the function that publishes a job, and return it."""
-    e = Function(module, "start", [POINTER, POINTER, POINTER])
-    e.function.attributes.add("noinline")  # so that only this function and "work" change how denormals are treated
-    frame, function, layer = e.args
+    e = Function(module, "start", [POINTER, POINTER, POINTER, LONG])
+    e.function.attributes.add("noinline")  # so that few functions change how denormals are treated
+    frame, function, layer, thread = e.args
     place = e.at(frame, JOB, LONG)
     number = e.add(e.load_atomic(place), 1)
     words, tag = e.field(frame, FRAME["counters"], POINTER), e.b.shl(number, e.i(32))
@@ -109,34 +180,35 @@ def _start(module: ir.Module, counters: int) -> Value:
     e.store_atomic(e.b.ptrtoint(layer, LONG), e.at(frame, LAYER, LONG), "release")
     e.store_atomic(number, place, "seq_cst")
     with e.denormals_kept():
-        e.b.call(_Callee(function, _KIND), [frame, layer, e.i(0), number])
+        e.b.call(_Callee(function, _KIND), [frame, layer, thread, number])
     # Close the job before its fields change: a late thread that reads the next job's rows would find units to claim.
     count(e.b.or_(tag, e.i(ALL_CLAIMED)))
     e.close()
     return e.function
 
 
-def _work(module: ir.Module) -> None:
+def _work(module: ir.Module, run: Value) -> None:
     """Write the function that takes part in jobs."""
     e = Function(module, "work", [POINTER, LONG, LONG, LONG], LONG)
     frame, thread, spins, given = e.args
     seen, left = e.variable(given), e.variable(spins)
     e.set(seen, given)
     e.set(left, spins)
-    look, run, call, stop, idle, leave = e._blocks(6)
+    look, part, call, stop, idle, leave = e._blocks(6)
     b = e.b
     b.branch(look)
     b.position_at_end(look)
+    _take_list(e, frame, thread, run)
     number = e.load_atomic(e.at(frame, JOB, LONG))
-    b.cbranch(b.icmp_signed("!=", number, e.get(seen)), run, idle)
-    b.position_at_end(run)
+    b.cbranch(b.icmp_signed("!=", number, e.get(seen)), part, idle)
+    b.position_at_end(part)
     e.set(seen, number)
     e.set(left, spins)
-    function, layer = (e.field(frame, at, POINTER) for at in (FUNCTION, LAYER))
+    function = e.field(frame, FUNCTION, POINTER)
     b.cbranch(b.icmp_signed("==", b.ptrtoint(function, LONG), e.i(0)), stop, call)
     b.position_at_end(call)
     with e.denormals_kept():
-        b.call(_Callee(function, _KIND), [frame, layer, thread, number])
+        b.call(_Callee(function, _KIND), [frame, e.field(frame, LAYER, POINTER), thread, number])
     b.branch(look)
     b.position_at_end(stop)
     b.ret(e.i(-1))

@@ -172,6 +172,12 @@ FRAME = {
 JOB, FUNCTION, LAYER = 32, 40, 41
 """Fields that threads watch: the number of the latest job, its function and the layer's frame."""
 
+LIST, LENGTH, POSTED = 48, 49, 50
+"""Fields of the latest list of jobs: its address, the number of its jobs, and the number of the list."""
+
+TAKEN, ENDED = 56, 57
+"""Fields that the thread writes that runs a list: the number of the latest list begun, and of the latest one done."""
+
 COUNTERS = 24
 """Counters of a job: one for each phase of a function."""
 

@@ -78,12 +78,22 @@ class Code:
     @cached_property
     def start(self) -> Any:
         """Run a function of a model as a job; see :func:`preheat.backends.cpu.llvm.job.jobs`."""
-        return CFUNCTYPE(None, c_void_p, c_void_p, c_void_p)(self.address("start"))
+        return CFUNCTYPE(None, c_void_p, c_void_p, c_void_p, c_int64)(self.address("start"))
 
     @cached_property
     def run(self) -> Any:
         """Run functions of a model, one after another."""
-        return CFUNCTYPE(None, c_void_p, c_void_p, c_int64)(self.address("run"))
+        return CFUNCTYPE(None, c_void_p, c_void_p, c_int64, c_int64)(self.address("run"))
+
+    @cached_property
+    def post(self) -> Any:
+        """Publish a list of functions of a model, for the first thread that sees it."""
+        return CFUNCTYPE(None, c_void_p, c_void_p, c_int64)(self.address("post"))
+
+    @cached_property
+    def join(self) -> Any:
+        """Take part in the published list until it is done."""
+        return CFUNCTYPE(None, c_void_p)(self.address("join"))
 
     @cached_property
     def work(self) -> Any:

@@ -14,7 +14,7 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from preheat.backends.base import LayerParts, Norm
+from preheat.backends.base import LayerParts, Linear, Norm
 from preheat.backends.cpu.llvm import functions, job, sampler, targets
 from preheat.backends.cpu.llvm.adapters import PanelAdapterRows
 from preheat.backends.cpu.llvm.attend import queries_at_once, tokens_at_once
@@ -43,6 +43,7 @@ from preheat.limits import Limits
 from preheat.ops.norm import ReplacingNorm
 
 _FRAME_WORDS = 64
+_X, _ATTENDED, _ROWS = 2, 3, 4  # words of a listed job
 _TAKEN = LAYER_FRAME["taken"]
 _WRITTEN: WeakKeyDictionary[PanelLayer, tuple[Any, tuple[str, ...]]] = WeakKeyDictionary()
 
@@ -78,11 +79,14 @@ class Functions:
         self._buffers(rows, threads, max(shrunk))
         tables: dict[int, tuple[int, int]] = {}
         self._frames = [self._frame(layer, tables) for layer in layers]
-        self._jobs = zeros(2 * JOB_WORDS * len(layers), np.int64).reshape(-1, 2, JOB_WORDS)
+        self._jobs = _list_of(2 * len(layers)).reshape(-1, 2, JOB_WORDS)
         for pair, frame, words in zip(halves, self._frames, self._jobs, strict=True):
             words[:, 0], words[:, 1] = pair, frame.ctypes.data
         self._final(_packed(final_norm), limits.max_sampled)
         self._listed, self._ended = self._jobs.ctypes.data, self._ends.ctypes.data
+        self._whole = self._whole_step()
+        self._started = self._whole.ctypes.data
+        self._heads = dict[Linear, tuple[int, int]]()
         self._of_attended, self._of_hidden = cache(lambda n: self._attended[:n]), cache(lambda n: self._hidden[1, :n])
         for layer in single:
             layer.run = self._alone(layer, self.code.address(f"alone{alone[layer.how]}"))
@@ -125,10 +129,22 @@ class Functions:
         self._last[LAYER_FRAME["taken_x"]], self._last[LAYER_FRAME["taken_attended"]] = stream, attended.data_ptr()
         self._taken_attended = attended  # written by every step
         last = self._last.ctypes.data
-        self._ends = zeros(3 * JOB_WORDS, np.int64).reshape(3, JOB_WORDS)
-        self._ends[0] = self.code.address("take"), last, 0, 0
-        self._ends[1] = *self._jobs[-1, 1, :2], stream, attended.data_ptr()
-        self._ends[2] = self.code.address("norm"), last, stream, normed
+        self._ends = _list_of(3)
+        self._ends[0] = self.code.address("take"), last, 0, 0, 0
+        self._ends[1] = *self._jobs[-1, 1, :2], stream, attended.data_ptr(), 0
+        self._ends[2] = self.code.address("norm"), last, stream, normed, 0
+
+    def _whole_step(self) -> np.ndarray:
+        """Return the list of a step's jobs: all layers, the hidden states of sampled tokens, and a head, not yet set.
+
+        :meth:`start` sets the words that differ between steps.
+        """
+        layers = self._jobs.reshape(-1, JOB_WORDS)[:-1]  # the last back goes on with the sampled tokens alone
+        whole = _list_of(len(layers) + len(self._ends) + 1)
+        whole[:-1] = np.concatenate((layers, self._ends))
+        whole[0, _ATTENDED] = self._attended.data_ptr()
+        whole[-1, _X] = self._hidden[1].data_ptr()
+        return whole
 
     def _frame(self, layer: LayerParts, tables: dict[int, tuple[int, int]]) -> np.ndarray:
         """Return a layer's frame. ``tables``: the cosines and sines of known tables, by their identity."""
@@ -185,11 +201,13 @@ class Functions:
         return tensor.data_ptr()
 
     def _alone(self, layer: PanelLayer, function: int) -> Callable[[Tensor, Tensor], Tensor]:
-        """Return what runs one product by itself."""
+        """Return a function that runs one product by itself."""
         frame = zeros(_FRAME_WORDS, np.int64)
         for name, place in layer.fields("qkv"):
             frame[LAYER_FRAME[name]] = place
         address = frame.ctypes.data
+        if layer.slots is None:
+            self._heads[layer] = function, address
 
         def run(x: Tensor, out: Tensor, frame: np.ndarray = frame) -> Tensor:
             if len(x) <= self._rows:
@@ -229,6 +247,23 @@ class Functions:
         count = 2 * (part[-1] - part[0]) + (1 if ends else 2)
         self.team.run_all(self._listed + 8 * 2 * JOB_WORDS * part[0], count, rows)
         return attended if ends else residual
+
+    def start(self, residual: Tensor, index: Tensor, head: Linear, logits: Tensor) -> Tensor | None:
+        """See :class:`preheat.backends.base.LayerFunctions`."""
+        if (found := self._heads.get(head)) is None or self._adapters.adapted:
+            return None
+        team, whole = self.team, self._whole
+        team.set("adapted", 0)
+        team.set("slots", self._adapters.address)
+        whole[0, _X], whole[0, _ROWS] = residual.data_ptr(), min(self.attention.rows, residual.shape[0])
+        whole[-4, _ROWS], self._last[_TAKEN] = index.shape[0], index.data_ptr()
+        whole[-1, :2], whole[-1, _ATTENDED] = found, logits.data_ptr()
+        team.post(self._started, len(whole))
+        return self._of_attended(residual.shape[0])
+
+    def wait(self) -> None:
+        """See :class:`preheat.backends.base.LayerFunctions`."""
+        self.team.join()
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Return the hidden states [tokens, hidden] after the last layer and the final norm."""
@@ -279,6 +314,11 @@ def _sources(
     functions.take(fronts, "take", final_norm.size, width)
     job.jobs(fronts, COUNTERS)
     return str(fronts), str(backs)
+
+
+def _list_of(jobs: int) -> np.ndarray:
+    """Return room for a list of jobs."""
+    return zeros(jobs * JOB_WORDS, np.int64).reshape(jobs, JOB_WORDS)
 
 
 def _panels(layer: LayerParts) -> dict[str, PanelLayer]:

@@ -9,7 +9,7 @@ from threading import Lock
 import numpy as np
 from torch import Tensor
 
-from preheat.backends.cpu.llvm.kinds import COUNTERS, FRAME, FUNCTION, JOB, LINE
+from preheat.backends.cpu.llvm.kinds import COUNTERS, FRAME, FUNCTION, JOB, LINE, POSTED, TAKEN
 from preheat.backends.cpu.llvm.machine import Code
 from preheat.backends.cpu.llvm.memory import zeros
 
@@ -44,9 +44,9 @@ class _Shared:
             self.sleep(number, seen)
 
     def sleep(self, number: int, seen: int) -> None:
-        """Sleep, as thread ``number``, until a job follows the job ``seen``."""
+        """Sleep, as thread ``number``, until a list of jobs is posted, or a job follows the job ``seen``."""
         self.asleep.add(number)
-        if self.frame[JOB] == seen:
+        if self.frame[JOB] == seen and self.frame[POSTED] == self.frame[TAKEN]:
             self._locks[number].acquire()
         self.asleep.discard(number)
 
@@ -61,8 +61,10 @@ class Team:
     """The frame of a step, ``threads`` threads, the caller's among them, and the code that they run.
 
     The caller takes part in every job and needs no other thread to end it: a thread claims the units that it runs.
-    The threads end with the team.
+    A posted list of jobs may run while the caller does other work. The threads end with the team.
     """
+
+    posted = False
 
     def __init__(self, code: Code, threads: int) -> None:
         self.code, self.threads, self._shared = code, threads, _Shared(code, threads)
@@ -87,14 +89,29 @@ class Team:
     def run(self, function: int, layer: int, rows: int) -> None:
         """Run a function of ``rows`` rows with the frame of a layer; return when its results are there."""
         self._begin(rows)
-        self.code.start(self._shared.address, function, layer)
+        self.code.start(self._shared.address, function, layer, 0)
 
     def run_all(self, jobs: int, count: int, rows: int) -> None:
-        """Run ``count`` functions one after another; ``jobs`` is the address of (function, layer's frame) pairs."""
+        """Run ``count`` functions one after another; ``jobs`` is the address of listed jobs."""
         self._begin(rows)
-        self.code.run(self._shared.address, jobs, count)
+        self.code.run(self._shared.address, jobs, count, 0)
+
+    def post(self, jobs: int, count: int) -> None:
+        """Let the threads run listed jobs; :meth:`join` waits for them. No field of the frame may change until then."""
+        assert not self.posted, "a list of jobs is posted already"
+        self.posted = True
+        self.code.post(self._shared.address, jobs, count)
+        if self._shared.asleep:
+            self._shared.wake()
+
+    def join(self) -> None:
+        """Take part in the posted list until all its jobs are done. Return at once if no list is posted."""
+        if self.posted:
+            self.code.join(self._shared.address)
+            self.posted = False
 
     def _begin(self, rows: int) -> None:
+        assert not self.posted, "a posted list of jobs is not joined yet"
         self._frame[_ROWS] = rows
         if self._shared.asleep:
             self._shared.wake()
