@@ -408,7 +408,7 @@ def _warming(given: Given, loaded: Loaded, fitted: Fitted, planned: Planned, par
         compiled=compile_seconds,
         span=steps.span,
         level=steps.level,
-        first_logits=_first_logits(device, fitted, dummies),
+        first_logits=partial(_first_logits, device, fitted, dummies),
         grammars=parts.grammars,
         offload=parts.offload,
         draft_steps=_draft_steps(parts.drafter, backend, mode),
@@ -431,12 +431,13 @@ def _first_logits(device: Device, fitted: Fitted, steps: DummySteps) -> Tensor |
 def _warm_up(given: Given, loaded: Loaded, parts: Parts, warm: WarmUp) -> None:
     """Run the plan, capture graphs, then run dummy requests through a loop that nobody observes.
 
-    Graphs are captured even if warm-up is skipped, as in vLLM on Gaudi.
+    Functions are compiled and graphs are captured even if warm-up is skipped, as graphs are in vLLM on Gaudi.
     """
     device, _, steps, *_ = given
     unobserved = parts.loop(InlineTransport(), device, listener=SilentListener())
     warm.graphs.compile(steps)
     if device.settings.skip_warmup:
+        warm.build()
         warm.graphs.capture()
         return
     with steps("warm-up", detail=True):

@@ -97,7 +97,7 @@ class Parts(NamedTuple):
             transport, scheduler=self.scheduler, packer=self.packer, executor=self.executor, grammars=self.grammars,
             adapters=self.adapters, overlap=device.overlap, **more,
         )  # fmt: skip
-        loop.delivers_late = device.backend.facts.goes_on and self.scheduler.drafting is None
+        loop.delivers_late = any(device.backend.facts.functions) and self.scheduler.drafting is None
         return loop
 
     def check(self, device: Device, record: Record) -> BootCheck:

@@ -150,7 +150,7 @@ def test_the_plan_as_json():
     found = json.loads(text)
     for item in found["items"]:
         assert {"kind", "shape", "stage", "estimated_seconds", "estimated_bytes"} <= set(item)
-        assert item["stage"] in ("before_cache", "after_cache", "last")
+        assert item["stage"] in ("first", "after_cache", "last")
         assert item["estimated_seconds"] > 0
     assert all(entry["reason"] for entry in found["dropped"])
     assert found["dropped"]
@@ -228,6 +228,7 @@ def test_options_carry_the_settings_names():
     missing = {name for name in vars(PlanOptions()) if name not in Settings.__dataclass_fields__}
     assert missing == {
         "pads_context", "host_sampler", "grammars", "draft_model", "measures_drafts", "pools", "verify_widths",
+            "functions",
     }  # fmt: skip
     for name, value in vars(PlanOptions()).items():
         if name not in missing:

@@ -96,7 +96,8 @@ class Facts:
     ``no_layer_ends``: why no layer has a scalar or an input of its own; "" where they may. ``split``: keys of a KV
     split. ``min_tokens``: a step is padded to at least so many.
     ``asynchronous``: the device goes on after a call returns, so that the host can prepare the next step.
-    ``goes_on``: a step of the host's functions goes on after a call returns, while its results are not needed.
+    ``functions`` run a step where layers are compiled functions: of each kind of layer, of all models, and of models
+    with an output head. Such a step goes on after a call returns, while its results are not needed.
     ``captures``: programs become graphs.
     ``on_host``: its memory is the host's. ``logs_buckets``: the log tells of each bucket, as the platform's users know
     it. ``pads_context``: the length of contexts is part of a decode program, and attention is padded to it.
@@ -116,7 +117,7 @@ class Facts:
     split: int
     min_tokens: int = 1
     asynchronous: bool = False
-    goes_on: bool = False
+    functions: tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]] = ((), (), ())
     captures: bool = False
     on_host: bool = False
     logs_buckets: bool = False
@@ -653,6 +654,12 @@ class LayerFunctions(Protocol):
         ``given`` [tokens, inputs] are the inputs of a layer that reads others than the norm of the stream.
         Of the last layer only the front runs: the output of its attention [tokens, heads * dim] is returned, valid
         until the next call. Rows that pad a step are not computed.
+        """
+
+    def build(self, function: str, layer: int | None = None) -> str:
+        """Compile a ``function``, or the function of a layer, unless it is there. Return its name in the code.
+
+        ``function`` is one of :attr:`Facts.functions`. Equal functions of several layers have one name.
         """
 
     def tables(self) -> Iterable[Tensor]:

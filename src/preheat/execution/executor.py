@@ -41,7 +41,7 @@ from preheat.execution.pooler import Pooler
 from preheat.model.adapters import ModelAdapterSlots
 from preheat.model.decoder import Attended, Decoder, Tap
 from preheat.model.layers import DenseMlp, MoeMlp
-from preheat.model.specs import AttentionSpec, layer_kind
+from preheat.model.specs import AttentionSpec
 from preheat.ops.sampling import SamplingInput
 from preheat.plan.buckets import Bucket
 from preheat.plan.programs import Part, Program
@@ -121,8 +121,7 @@ class Executor:
         self._layers = layers = range(len(spec.layers))
         step = layers_per_graph or len(layers)
         self._parts = [layers[first : first + step] for first in layers[::step]]
-        kinds = [layer_kind(layer) for layer in spec.layers]
-        self._kinds = sorted(kinds.index(kind) for kind in set(kinds))  # the first layer of each kind
+        self._kinds = list(spec.first_of_kinds)
         self._attended = torch.zeros(tokens, spec.layers[-1].attention.attended, dtype=decoder.dtype, device=device)
         own, self._inputs = spec.inputs, None
         if own is not None:
@@ -368,6 +367,18 @@ class Executor:
                     case "encoder" if self.encoder is not None:
                         self.encoder.compile(program)
             self.sampler.compile(self._logits)
+
+    def build_function(self, function: str, layer: int | None) -> str:
+        """Compile a function of the backend, unless it is there; see :meth:`LayerFunctions.build`.
+
+        Return its name in the code, or nothing where no layer is a function.
+        """
+        if self.decoder.functions is None:
+            return ""
+        if function == "draw":
+            self.sampler.compile(self._logits)
+            return function
+        return self.decoder.functions.build(function, layer)
 
     @torch.inference_mode()
     def prepare(self, batch: InputBatch) -> None:

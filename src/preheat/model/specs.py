@@ -812,6 +812,12 @@ class ModelSpec:
         return tuple(each.attention for each in self.layers if isinstance(each.attention, AttentionSpec))
 
     @property
+    def first_of_kinds(self) -> tuple[int, ...]:
+        """The first layer of each kind."""
+        kinds = [layer_kind(layer) for layer in self.layers]
+        return tuple(sorted(kinds.index(kind) for kind in set(kinds)))
+
+    @property
     def has_states(self) -> bool:
         """Whether some layers keep a state of a sequence in place of keys and values."""
         return len(self.attentions) < len(self.layers)

@@ -13,6 +13,7 @@ from preheat.cache_groups import WHOLE
 from preheat.limits import Limits, more_states, resolve_limits
 from preheat.plan.bucket_sizes import PAD_PERCENT, STRATEGIES, bucket_sizes
 from preheat.plan.cost import Costs, ModelSizes, SpecLike
+from preheat.plan.functions import functions_of
 from preheat.plan.groups import Grouping, choose
 from preheat.plan.items import DraftItem, ForwardItem, Item, PaceItem, SamplerItem
 from preheat.plan.lines import format_bytes
@@ -72,7 +73,8 @@ def plan(
     the bytes of its weights by quantization.
     """
     settings, sizes = with_defaults(settings, facts), ModelSizes.of(spec, 4 if dtype == "float32" else 2)
-    grouping = choose(settings, facts, spec, resolve(facts, settings))
+    mode = resolve(facts, settings)
+    grouping, functions = choose(settings, facts, spec, mode), functions_of(spec, facts.in_mode(mode))
     block_bytes = grouping.of_bytes((settings.block_size or facts.block_size) * sizes.kv_bytes_per_token)
     limits = resolve_limits(
         settings,
@@ -85,9 +87,8 @@ def plan(
         states=more_states(settings) if spec.has_states else 0,
     )
     limits = replace(limits, pools=spec.head is None)
-    made = make_plan(
-        limits, PlanOptions.of(settings, facts, pools=spec.head is None), Costs(sizes, facts.machine, limits.block_size)
-    )
+    options = PlanOptions.of(settings, facts, pools=spec.head is None, functions=functions)
+    made = make_plan(limits, options, Costs(sizes, facts.machine, limits.block_size))
     if as_json:
         return json.dumps(made.to_dict() | ({"weights": dict(weights)} if weights else {}), indent=2)
     return "\n".join(

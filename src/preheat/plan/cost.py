@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 from preheat.backends.base import Machine
 from preheat.plan.buckets import Bucket
 
-GRAMMAR_SECONDS = 0.05
+GRAMMAR_SECONDS, FUNCTION_SECONDS = 0.05, 0.15
 CHECK_TOKENS, CHECK_STEPS = 1024, 16
 """The approximate work of a cross-check: its contexts, each alone and in a full batch."""
 
@@ -76,6 +76,8 @@ class SpecLike(Protocol):
     def encodes(self) -> bool: ...
     @property
     def has_states(self) -> bool: ...
+    @property
+    def first_of_kinds(self) -> tuple[int, ...]: ...
     @property
     def image_tokens(self) -> int: ...
     @property
@@ -212,6 +214,10 @@ class Costs:
         Some of its states are built, too.
         """
         return self._known(name, 0.0, 0, 0, GRAMMAR_SECONDS)
+
+    def function(self, name: str) -> Cost:
+        """Return the cost of compiling a function of layers."""
+        return self._known(name, 0.0, 0, 0, FUNCTION_SECONDS)
 
     def swap(self, name: str, pairs: int) -> Cost:
         """Return the cost of swapping ``pairs`` pairs of blocks, layer by layer through copies."""

@@ -18,6 +18,7 @@ from preheat.core import Level, SamplingParams, Transfer
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket, StepSize
 from preheat.plan.cost import Cost, Costs
+from preheat.plan.functions import Function
 from preheat.plan.programs import ENCODER_SIZES, Program
 from preheat.plan.sampler_settings import (
     BRANCH_SETTINGS,
@@ -32,7 +33,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-Stage = Literal["after_cache", "last"]
+Stage = Literal["first", "after_cache", "last"]
 
 SWAP_SIZES = (8, 16, 32, 64, 128, 256, 512)
 """Sizes of a compaction step in pairs of swapped blocks.
@@ -90,6 +91,12 @@ class ItemRunner(Protocol):
         Log a failing pass too.
         """
 
+    def build_function(self, function: Function) -> None:
+        """Compile a function, or read its code.
+
+        Raises NothingToRun for a function that another item has built.
+        """
+
     def build_grammar(self, name: str) -> None:
         """Compile the grammar ``name`` and build the states on some paths through it.
 
@@ -114,7 +121,7 @@ class Item(ABC):
     """One thing that may run.
 
     ``estimate`` is its expected cost, zero if nothing was estimated. A ``fallback`` serves steps beyond the bucket
-    sizes. Items of the last stage run once graphs are captured.
+    sizes. Items of the first stage run before any step, and items of the last stage once graphs are captured.
     """
 
     KIND: ClassVar[str] = ""
@@ -552,6 +559,28 @@ def _doubling(buckets: Iterable[Bucket]) -> list[Bucket]:
         if not chosen or bucket.rows >= 2 * chosen[-1].rows:
             chosen.append(bucket)
     return list(dict.fromkeys((*chosen, ordered[-1])))
+
+
+@dataclass(frozen=True, slots=True)
+class FunctionItem(Item):
+    """A compiled function of layers. It is compiled, or read from the cache folder, before any step runs it."""
+
+    KIND, stage = "function", "first"
+    function: Function
+
+    @classmethod
+    def of_plan(cls, plan: Plan) -> Iterable[FunctionItem]:
+        return map(cls, plan.options.functions)
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return {"name": str(self.function)}
+
+    def cost(self, costs: Costs) -> Cost:
+        return costs.function(self.name)
+
+    def run(self, warm: ItemRunner) -> None:
+        warm.build_function(self.function)
 
 
 @dataclass(frozen=True, slots=True)

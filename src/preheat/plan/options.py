@@ -6,6 +6,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from preheat.backends.base import Facts
+from preheat.plan.functions import Function
 from preheat.utils.speculation import WITH_MODEL
 from preheat.utils.structured import preloads_of
 
@@ -19,8 +20,8 @@ class PlanOptions:
     A part of a bucket range that is None takes the policy's default. ``pads_context`` and ``host_sampler`` are no
     settings but facts of the backend. ``verify_widths`` are the padded tokens of a row in a verify step; empty if
     nothing drafts. With ``draft_model`` a model or a head drafts. With ``measures_drafts`` steps are timed, to choose
-    how many tokens are drafted. ``grammars`` are the names of the grammars that the boot compiles. With ``pools``
-    nothing is drawn from hidden states.
+    how many tokens are drafted. ``grammars`` are the names of the grammars that the boot compiles, ``functions`` the
+    functions of layers. With ``pools`` nothing is drawn from hidden states.
     """
 
     bucketing_policy: str = "unified"
@@ -65,11 +66,14 @@ class PlanOptions:
     measures_drafts: bool = False
     grammars: tuple[str, ...] = ()
     pools: bool = False
+    functions: tuple[Function, ...] = ()
     enable_lora: bool = False
     kv_offloading_size: float | None = None
 
     @classmethod
-    def of(cls, settings: Any, facts: Facts, *, pools: bool = False) -> PlanOptions:
+    def of(
+        cls, settings: Any, facts: Facts, *, pools: bool = False, functions: tuple[Function, ...] = ()
+    ) -> PlanOptions:
         """Return the options taken from the attributes of ``settings``, for the backend of ``facts``."""
         speculates = settings.speculation
         told: dict[str, Any] = {
@@ -80,7 +84,7 @@ class PlanOptions:
             "measures_drafts": speculates is not None and speculates.auto,
         }
         told["grammars"] = () if pools else tuple(preloads_of(settings))
-        told["pools"] = pools
+        told["pools"], told["functions"] = pools, functions
         return cls(
             **told, **{field.name: getattr(settings, field.name) for field in fields(cls) if field.name not in told}
         )

@@ -29,6 +29,7 @@ from preheat.plan.items import (
     Dropped,
     EncoderItem,
     ForwardItem,
+    FunctionItem,
     GrammarItem,
     Item,
     PaceItem,
@@ -46,8 +47,8 @@ from preheat.utils.gc import paused
 MAX_PROGRAMS = 2_000
 
 KINDS: tuple[type[Item], ...] = (
-    ForwardItem, EncoderItem, SamplerItem, PoolerItem, AdapterItem, SwapItem, TransferItem, GrammarItem, DraftItem,
-    PaceItem, DeterminismItem,
+    FunctionItem, ForwardItem, EncoderItem, SamplerItem, PoolerItem, AdapterItem, SwapItem, TransferItem, GrammarItem,
+    DraftItem, PaceItem, DeterminismItem,
     CheckItem,
 )  # fmt: skip
 """The kinds of items, in the order in which they run."""
@@ -223,7 +224,9 @@ def _make_draft_plan(limits: Limits, options: PlanOptions, on_miss: OnMiss | Non
 
     It has the same limits and buckets, without drafts of its own.
     """
-    alone = replace(options, verify_widths=(), draft_model=False, measures_drafts=False, enable_lora=False)
+    alone = replace(
+        options, verify_widths=(), draft_model=False, measures_drafts=False, enable_lora=False, functions=()
+    )
     return _make_plan(replace(limits, num_speculative_tokens=0), alone, (), on_miss)
 
 

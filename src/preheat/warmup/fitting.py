@@ -19,6 +19,7 @@ from preheat.model.loader import LoadedModel
 from preheat.plan import lines
 from preheat.plan.budget import MemorySplit
 from preheat.plan.dispatcher import WarnOnce
+from preheat.plan.functions import functions_of
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
 from preheat.settings import Settings
@@ -151,5 +152,7 @@ class Fitting:
         return plan
 
     def _plan(self, limits: Limits, on_miss: WarnOnce) -> Plan:
-        options = PlanOptions.of(self.settings, self.backend.facts, pools=self.model.spec.head is None)
+        facts, spec = self.backend.facts, self.model.spec
+        functions = functions_of(spec, facts)
+        options = PlanOptions.of(self.settings, facts, pools=spec.head is None, functions=functions)
         return make_plan(limits, options, checks=self.checks(limits), on_miss=on_miss)

@@ -22,6 +22,7 @@ from preheat.execution.offload import HostTier
 from preheat.grammar.service import Grammars
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket
+from preheat.plan.functions import Function
 from preheat.plan.items import Item, NothingToRun, Stage
 from preheat.plan.plan import Plan
 from preheat.plan.programs import Program
@@ -70,8 +71,8 @@ class WarmUp:
     ``compiled`` gives the seconds of compiling since the process began. ``span`` traces an item. ``level`` is the log
     level of the lines on every item. ``draft_steps`` run the items of the draft model. ``seconds`` gets the measured
     times of steps, by model ("target" or "draft") and by bucket; with ``overlap`` steps without drafts are launched
-    ahead of each other, as in serving. ``first_logits`` are the logits of the process's first step, see
-    :meth:`DummySteps.logits`; the check of a later run compares them too.
+    ahead of each other, as in serving. ``first_logits`` gives the logits of the process's first step, see
+    :meth:`DummySteps.logits`, and may run the step; the check of a later run compares them too.
     """
 
     plan: Plan
@@ -85,7 +86,7 @@ class WarmUp:
     compiled: Callable[[], float] = lambda: 0.0
     span: Span = no_span
     level: int = logging.DEBUG
-    first_logits: Tensor | None = None
+    first_logits: Callable[[], Tensor | None] = lambda: None
     draft_steps: DraftWarmUp | None = None
     offload: HostTier | None = None
     overlap: bool = False
@@ -93,6 +94,8 @@ class WarmUp:
     grammars: Grammars | str = "structured outputs are off"
     _entries: dict[str, ItemRecord] = field(init=False)
     _ran: dict[Program[Bucket], Bucket] = field(default_factory=dict, init=False)  # the first bucket of each program
+    _functions: dict[str, Function] = field(default_factory=dict, init=False)  # the first of each name in the code
+    _first_logits: Tensor | None = field(default=None, init=False)
     _done: int = field(default=0, init=False)  # items that have run
     _started: float = field(default=0.0, init=False)
     _reported: float = field(default=0.0, init=False)
@@ -106,8 +109,8 @@ class WarmUp:
 
     def run(self) -> None:
         """Run every item in the plan's order and record its outcome."""
-        self._started = self._logged = time.monotonic()
-        memory = self._memory = self.backend.used_memory()
+        memory = self.build()
+        self._first_logits = self.first_logits()
         if self.plan.checks:
             self._begin_check()
         self._run_stage("after_cache")
@@ -118,6 +121,13 @@ class WarmUp:
         self.record.seconds = time.monotonic() - self._started
         place = "host" if self.backend.facts.on_host else "device"
         logger.info("%s", lines.finished(self.record.seconds, self.backend.used_memory() - memory, place=place))
+
+    def build(self) -> int:
+        """Compile all functions, which no step may do. Return the used memory before."""
+        self._started = self._logged = time.monotonic()
+        memory = self._memory = self.backend.used_memory()
+        self._run_stage("first")
+        return memory
 
     def _begin_check(self) -> None:
         try:
@@ -249,14 +259,21 @@ class WarmUp:
         self.backend.synchronize()
         return time.perf_counter() - began
 
+    def build_function(self, function: Function) -> None:
+        found = self.steps.executor.build_function(*function)
+        if not found:
+            raise NothingToRun("the layers run as operations of torch")
+        if (other := self._functions.setdefault(found, function)) is not function:
+            raise NothingToRun(f"the same function as {other}")
+
     def build_grammar(self, name: str) -> None:
         if isinstance(self.grammars, str):
             raise NothingToRun(self.grammars)
         self.grammars.preload(name)
 
     def run_check(self, name: str) -> None:
-        if name == LATER_RUN and self.first_logits is not None:
+        if name == LATER_RUN and self._first_logits is not None:
             now = self.steps.logits()
-            if not torch.equal(now.view(torch.int32), self.first_logits.view(torch.int32)):
+            if not torch.equal(now.view(torch.int32), self._first_logits.view(torch.int32)):
                 raise NotInvariant(f"{name}: the first step of the process gave other logits than the same step now")
         self.check.run(name)

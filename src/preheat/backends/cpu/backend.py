@@ -72,7 +72,7 @@ from preheat.utils import memory
 from preheat.utils.processors import physical_cores
 
 if TYPE_CHECKING:
-    from preheat.backends.cpu.llvm.embed import TableRows  # needs llvmlite
+    from preheat.backends.cpu.llvm.model import Functions  # needs llvmlite
 
 KV_CACHE_BYTES = 1 << 30
 
@@ -85,7 +85,7 @@ class CpuBackend:
     _compiled = False
     _cache: Path | None = None
     _threads = 1  # of compiled functions
-    _embed: TableRows | None = None
+    _functions: Functions | None = None
     sharing: Sharing | None = CpuSharing()
     adapters: AdapterOps | None = CpuAdapters()
 
@@ -144,7 +144,7 @@ class CpuBackend:
         self._compiled = mode == "llvm"
         self.facts = type(self).facts.in_mode(mode)
         self.adapters = PanelAdapters() if self._compiled else type(self).adapters
-        self._embed = None
+        self._functions = None
         self._threads = settings.num_threads or physical_cores()
         if settings.num_threads or self._compiled:
             torch.set_num_threads(self._threads)
@@ -184,7 +184,7 @@ class CpuBackend:
         rows = max(limits.max_num_batched_tokens, limits.max_num_seqs, self.facts.min_tokens)
         found = Functions(layers, final_norm, others, limits, threads=self._threads, folder=self._cache, rows=rows)
         leave_one_thread()
-        self._embed = found.embed
+        self._functions = found
         return found
 
     def programs(self, body: Callable[[K], R], attention: Attention | None = None) -> Calls[K, R]:
@@ -218,7 +218,13 @@ class CpuBackend:
 
         draw = Draws(limits.max_sampled, self._cache, duplicates=handle_topk_duplicates)
         return CpuSampler(
-            rows, vocab_size, handle_topk_duplicates, masked_rows=masked_rows, draw=draw, best=draw.best_ids
+            rows,
+            vocab_size,
+            handle_topk_duplicates,
+            masked_rows=masked_rows,
+            draw=draw,
+            best=draw.best_ids,
+            build=draw.build,
         )
 
     def cold_sources(self) -> Mapping[str, Watched]:
@@ -260,11 +266,12 @@ class CpuBackend:
 
         Raises IndexError for an id outside the table.
         """
-        if scale is None and images is None and self._embed is not None:
+        if scale is None and images is None and self._functions is not None:
             added = [] if types is None else [(types, inputs.tokens, table.shape[0])]
             added += [] if positions is None else [(positions, inputs.positions, 1)]
-            if self._embed.takes(table, out, added):
-                self._embed(inputs.tokens, table, out, types=1 if types is None else types.shape[0], added=added)
+            rows_of = self._functions.embed
+            if rows_of.takes(table, out, added):
+                rows_of(inputs.tokens, table, out, types=1 if types is None else types.shape[0], added=added)
                 return
         rows = partial(
             embed, inputs.tokens, table, scale=scale, positions=positions, at=inputs.positions, images=images,

@@ -49,6 +49,8 @@ _COMPILED = dict.fromkeys(
 )
 """Kernels of quantized layers in compiled functions."""
 
+_FUNCTIONS = ("front", "back"), ("embed", "take", "norm"), ("alone", "draw")
+
 FACTS = Facts(
     name="cpu",
     modes=modes(),
@@ -61,14 +63,14 @@ FACTS = Facts(
     max_num_seqs=64,
     max_num_batched_tokens=1024,
     quantized=_QUANTIZED,
-    in_modes={"llvm": {"quantized": _QUANTIZED | _COMPILED, "float16": True, "goes_on": True}},
+    in_modes={"llvm": {"quantized": _QUANTIZED | _COMPILED, "float16": True, "functions": _FUNCTIONS}},
     ignored=NO_BRIDGE,
     rejected=NO_PEERS
     | {
         "use_fake_hpu": "the fake device is a Gaudi: give --device hpu, or leave VLLM_USE_FAKE_HPU unset",
         "batch_invariant": "torch's own kernels are used, at sizes proven to keep their bits; no kernel is faster "
         "without batch invariance",
-        "async_scheduling": "a step ends before its call returns, so no step can be prepared ahead",
+        "async_scheduling": "a step is scheduled with all earlier tokens known, so no step is prepared ahead",
         "defrag_with_graphs": "there are no graphs on a CPU",
     },
 )

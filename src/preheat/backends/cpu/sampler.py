@@ -24,11 +24,12 @@ class CpuSampler:
 
     def __init__(
         self, num_slots: int, vocab_size: int, handle_topk_duplicates: bool, *, masked_rows: int = 0,
-        draw: Draw = lambda logits, step: None, best: BestIds = best_ids,
+        draw: Draw = lambda logits, step: None, best: BestIds = best_ids, build: Callable[[], None] = lambda: None,
     ) -> None:  # fmt: skip
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32)  # never read: every token is known to the host
         self._host = HostSampler(num_slots, vocab_size, handle_topk_duplicates)
         self._step, self._draw, self._best = SamplingInput(0, None, None, None), draw, best
+        self._build = build
         self._tokens = np.empty(0, np.int64)
         self._raw = np.empty((0, 0), np.float32)
         self._given: tuple[Tensor, np.ndarray] | None = None  # static logits, and the same as an array
@@ -75,7 +76,8 @@ class CpuSampler:
         return prompt_entries(entries, finite_rows(raw))
 
     def compile(self, logits: Tensor) -> None:
-        """Do nothing: there is nothing to build."""
+        """Compile or read the functions that draw, if there are any."""
+        self._build()
 
     def clear(self) -> None:
         self._step = SamplingInput(0, None, None, None)

@@ -18,6 +18,9 @@ from preheat.backends.cpu.llvm.narrow import numbers
 TABLES: tuple[Stored, ...] = ("float32", "bfloat16", "float16")
 """Numbers of a table."""
 
+EMBEDS = (*(f"embed_{stored}" for stored in TABLES), "add_rows")
+"""Names of the functions."""
+
 
 def embeds(module: ir.Module) -> None:
     """Write ``embed_STORED(tokens, count, table, vocab, types, hidden, out)`` for each kind of table, and the sums.

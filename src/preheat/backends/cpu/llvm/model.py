@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, cached_property
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -19,7 +19,7 @@ from preheat.backends.cpu.llvm import functions, job, sampler, targets
 from preheat.backends.cpu.llvm.adapters import PanelAdapterRows
 from preheat.backends.cpu.llvm.attend import queries_at_once, tokens_at_once
 from preheat.backends.cpu.llvm.attention import LlvmAttention
-from preheat.backends.cpu.llvm.embed import TableRows, embeds
+from preheat.backends.cpu.llvm.embed import EMBEDS, TableRows, embeds
 from preheat.backends.cpu.llvm.job import JOB_WORDS
 from preheat.backends.cpu.llvm.kinds import (
     COUNTERS,
@@ -67,11 +67,9 @@ class Functions:
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(self._kinds))}
         alone = {how: number for number, how in enumerate(dict.fromkeys(layer.how for layer in single))}
         last = self._kinds[-1]
-        sources = _written(panels[0], numbers, alone, _packed(final_norm).how, last.heads * last.dim)
-        drawing = [sampler.source(targets.here())] if single else []  # the sampler asks for it next
-        self.code = Code(*compile_side_by_side([*sources, *drawing], folder, compile_code)[: len(sources)])
-        self.team = Team(self.code, threads)
-        halves = [[self.code.address(f"{half}{numbers[kind]}") for half in ("front", "back")] for kind in self._kinds]
+        self._sources = _written(panels[0], numbers, alone, _packed(final_norm).how, last.heads * last.dim)
+        self._names = [[f"{half}{numbers[kind]}" for half in ("front", "back")] for kind in self._kinds]
+        self._threads, self._folder, self._draws = threads, folder, bool(single)
         self._adapters = next((layer.slots.rows for layer in panels if layer.slots is not None), PanelAdapterRows(rows))
         self._attended = torch.zeros(rows, max(kind.heads * kind.dim for kind in self._kinds))
         shrunk = [layer.how.shrunk for layer in panels]
@@ -79,18 +77,17 @@ class Functions:
         self._buffers(rows, threads, max(shrunk))
         tables: dict[int, tuple[int, int]] = {}
         self._frames = [self._frame(layer, tables) for layer in layers]
-        self._jobs = _list_of(2 * len(layers)).reshape(-1, 2, JOB_WORDS)
-        for pair, frame, words in zip(halves, self._frames, self._jobs, strict=True):
-            words[:, 0], words[:, 1] = pair, frame.ctypes.data
         self._final(_packed(final_norm), limits.max_sampled)
-        self._listed, self._ended = self._jobs.ctypes.data, self._ends.ctypes.data
-        self._whole = self._whole_step()
-        self._started = self._whole.ctypes.data
-        self._heads = dict[Linear, tuple[int, int]]()
+        self._jobs, self._ends = _list_of(2 * len(layers)).reshape(-1, 2, JOB_WORDS), _list_of(3)
+        self._whole = _list_of(2 * len(layers) + 3)
+        self._listed, self._ended, self._started = (each.ctypes.data for each in (self._jobs, self._ends, self._whole))
+        self._heads, self._alone_names = (
+            dict[Linear, tuple[str, int]](),
+            [f"alone{number}" for number in alone.values()],
+        )
         self._of_attended, self._of_hidden = cache(lambda n: self._attended[:n]), cache(lambda n: self._hidden[1, :n])
         for layer in single:
-            layer.run = self._alone(layer, self.code.address(f"alone{alone[layer.how]}"))
-        self.embed = TableRows(self.code)
+            layer.run = self._alone(layer, f"alone{alone[layer.how]}")
         causal = all(kind.causal for kind in self._kinds)
         self.attention = LlvmAttention(self._positions, self._tables, None if causal else self._row_ends)
 
@@ -114,37 +111,65 @@ class Functions:
         integers = dict.fromkeys(("chosen", "order", "visit_slots"), rows * visits)
         integers |= {"starts": experts + 2, "visited": experts + 1}
         self._arrays |= {name: zeros(size, np.int64) for name, size in integers.items()}
+        self._arrays |= {"positions": self._positions, "tables": self._tables, "ends": self._row_ends}
+
+    @cached_property
+    def code(self) -> Code:
+        """The machine code, compiled or read at its first use."""
+        drawing = [sampler.source(targets.here())] if self._draws else []  # the sampler asks for it next
+        sources = [*self._sources, *drawing]
+        return Code(*compile_side_by_side(sources, self._folder, compile_code)[: len(self._sources)])
+
+    @cached_property
+    def _address(self) -> Callable[[str], int]:
+        return cache(self.code.address)
+
+    @cached_property
+    def team(self) -> Team:
+        """The threads that run the functions, and the lists of jobs."""
+        team = Team(self.code, self._threads)
         for name, array in self._arrays.items():
-            self.team.set(name, array.ctypes.data)
-        self.team.set("positions", self._positions.ctypes.data)
-        self.team.set("tables", self._tables.ctypes.data)
-        self.team.set("ends", self._row_ends.ctypes.data)
+            team.set(name, array.ctypes.data)
+        for names, frame, words in zip(self._names, self._frames, self._jobs, strict=True):
+            words[:, 0], words[:, 1] = [self._address(name) for name in names], frame.ctypes.data
+        last, (stream, normed) = self._last.ctypes.data, (each.data_ptr() for each in self._hidden)
+        self._ends[0] = self._address("take"), last, 0, 0, 0
+        self._ends[1] = *self._jobs[-1, 1, :2], stream, self._taken_attended.data_ptr(), 0
+        self._ends[2] = self._address("norm"), last, stream, normed, 0
+        self._fill_whole()
+        return team
+
+    @cached_property
+    def embed(self) -> TableRows:
+        """The functions that embed tokens."""
+        return TableRows(self.code)
+
+    def build(self, function: str, layer: int | None = None) -> str:
+        """See :class:`preheat.backends.base.LayerFunctions`."""
+        if layer is not None:
+            function = self._names[layer][("front", "back").index(function)]
+        for name in {"embed": EMBEDS, "alone": self._alone_names}.get(function, (function,)):
+            self._address(name)
+        return function
 
     def _final(self, norm: PackedNorm, rows: int) -> None:
         """List the jobs from the last layer's attention to the hidden states of at most ``rows`` sampled tokens."""
         kind, self._last = self._kinds[-1], zeros(_FRAME_WORDS, np.int64)
         attended, self._hidden = torch.zeros(rows, kind.heads * kind.dim), torch.zeros(2, rows, kind.hidden)
-        stream, normed = (each.data_ptr() for each in self._hidden)
+        stream = self._hidden[0].data_ptr()
         self._last[LAYER_FRAME["norm"]] = norm.numbers.data_ptr()
         self._last[LAYER_FRAME["taken_x"]], self._last[LAYER_FRAME["taken_attended"]] = stream, attended.data_ptr()
         self._taken_attended = attended  # written by every step
-        last = self._last.ctypes.data
-        self._ends = _list_of(3)
-        self._ends[0] = self.code.address("take"), last, 0, 0, 0
-        self._ends[1] = *self._jobs[-1, 1, :2], stream, attended.data_ptr(), 0
-        self._ends[2] = self.code.address("norm"), last, stream, normed, 0
 
-    def _whole_step(self) -> np.ndarray:
-        """Return the list of a step's jobs: all layers, the hidden states of sampled tokens, and a head, not yet set.
+    def _fill_whole(self) -> None:
+        """List a step's jobs: all layers, the hidden states of sampled tokens, and a head.
 
         :meth:`start` sets the words that differ between steps.
         """
         layers = self._jobs.reshape(-1, JOB_WORDS)[:-1]  # the last back goes on with the sampled tokens alone
-        whole = _list_of(len(layers) + len(self._ends) + 1)
-        whole[:-1] = np.concatenate((layers, self._ends))
-        whole[0, _ATTENDED] = self._attended.data_ptr()
-        whole[-1, _X] = self._hidden[1].data_ptr()
-        return whole
+        self._whole[:-1] = np.concatenate((layers, self._ends))
+        self._whole[0, _ATTENDED] = self._attended.data_ptr()
+        self._whole[-1, _X] = self._hidden[1].data_ptr()
 
     def _frame(self, layer: LayerParts, tables: dict[int, tuple[int, int]]) -> np.ndarray:
         """Return a layer's frame. ``tables``: the cosines and sines of known tables, by their identity."""
@@ -200,21 +225,21 @@ class Functions:
         self._kept.append(tensor)
         return tensor.data_ptr()
 
-    def _alone(self, layer: PanelLayer, function: int) -> Callable[[Tensor, Tensor], Tensor]:
+    def _alone(self, layer: PanelLayer, name: str) -> Callable[[Tensor, Tensor], Tensor]:
         """Return a function that runs one product by itself."""
         frame = zeros(_FRAME_WORDS, np.int64)
-        for name, place in layer.fields("qkv"):
-            frame[LAYER_FRAME[name]] = place
+        for field, place in layer.fields("qkv"):
+            frame[LAYER_FRAME[field]] = place
         address = frame.ctypes.data
         if layer.slots is None:
-            self._heads[layer] = function, address
+            self._heads[layer] = name, address
 
         def run(x: Tensor, out: Tensor, frame: np.ndarray = frame) -> Tensor:
             if len(x) <= self._rows:
-                self._run(function, address, x, out)
+                self._run(self._address(name), address, x, out)
                 return out
             for part in (slice(first, first + self._rows) for first in range(0, len(x), self._rows)):
-                self._run(function, address, x[part], out[part])  # an image may have more rows than a step
+                self._run(self._address(name), address, x[part], out[part])  # an image may have more rows than a step
             return out
 
         return run
@@ -257,7 +282,8 @@ class Functions:
         team.set("slots", self._adapters.address)
         whole[0, _X], whole[0, _ROWS] = residual.data_ptr(), min(self.attention.rows, residual.shape[0])
         whole[-4, _ROWS], self._last[_TAKEN] = index.shape[0], index.data_ptr()
-        whole[-1, :2], whole[-1, _ATTENDED] = found, logits.data_ptr()
+        name, frame = found
+        whole[-1, :2], whole[-1, _ATTENDED] = (self._address(name), frame), logits.data_ptr()
         team.post(self._started, len(whole))
         return self._of_attended(residual.shape[0])
 
@@ -267,12 +293,16 @@ class Functions:
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:
         """Return the hidden states [tokens, hidden] after the last layer and the final norm."""
-        function, frame = self._ends[1, :2].tolist()
-        self._run(function, frame, residual, attended)
+        self._listed_job(1, residual, attended)
         hidden = torch.empty_like(residual)
-        function, frame = self._ends[2, :2].tolist()
-        self._run(function, frame, residual, hidden)
+        self._listed_job(2, residual, hidden)
         return hidden
+
+    def _listed_job(self, number: int, x: Tensor, attended: Tensor) -> None:
+        """Run a job behind the last attention with other tensors."""
+        self._point(x, attended, rows := x.shape[0])
+        function, frame = self._ends[number, :2].tolist()
+        self.team.run(function, frame, rows)
 
     def take(self, attended: Tensor, residual: Tensor, index: Tensor) -> Tensor:
         """Return the hidden states [size, hidden] of the tokens ``index``, int32 [size], as :meth:`finish` does.

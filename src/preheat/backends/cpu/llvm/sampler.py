@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ctypes import CFUNCTYPE, c_int64, c_void_p
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from llvmlite import ir
@@ -41,11 +42,7 @@ class Draws:
     """
 
     def __init__(self, rows: int, folder: Path | None, *, duplicates: bool = False) -> None:
-        self.code = Code(compile_code(source(targets.here()), folder)[0])
-        arguments = c_void_p, c_int64, c_int64, c_void_p, c_void_p, c_void_p
-        self._draw = CFUNCTYPE(c_int64, *arguments)(self.code.address("draw"))
-        self._pick = CFUNCTYPE(c_int64, c_void_p, c_void_p, c_int64, c_void_p)(self.code.address("pick"))
-        self._best = CFUNCTYPE(None, c_void_p, c_int64, c_int64, c_void_p)(self.code.address("best"))
+        self._folder = folder
         self._tokens = zeros(rows, np.int64)
         self._settings = zeros(rows * SETTINGS, np.uint32).reshape(rows, SETTINGS)
         self._tail = zeros(BLOCK, np.float32)
@@ -55,6 +52,27 @@ class Draws:
         self._filtered: list[tuple[int, Filter]] = []
         self._found, self._near = zeros(WINDOW, np.int64), zeros(WINDOW, np.float32)
         self._own = zeros(rows * SETTINGS, np.uint32).reshape(rows, SETTINGS)  # of filtered rows
+
+    @cached_property
+    def code(self) -> Code:
+        """The machine code, compiled or read at its first use."""
+        return Code(compile_code(source(targets.here()), self._folder)[0])
+
+    @cached_property
+    def _draw(self) -> Any:
+        return CFUNCTYPE(c_int64, c_void_p, c_int64, c_int64, *[c_void_p] * 3)(self.code.address("draw"))
+
+    @cached_property
+    def _pick(self) -> Any:
+        return CFUNCTYPE(c_int64, c_void_p, c_void_p, c_int64, c_void_p)(self.code.address("pick"))
+
+    @cached_property
+    def _best(self) -> Any:
+        return CFUNCTYPE(None, c_void_p, c_int64, c_int64, c_void_p)(self.code.address("best"))
+
+    def build(self) -> None:
+        """Compile or read the functions, unless they are there."""
+        self.code  # noqa: B018 - a property with an effect
 
     def __call__(self, logits: np.ndarray, step: SamplingInput) -> np.ndarray | None:
         """Return a token for each row of ``logits`` float32 [rows, vocab].
