@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -13,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
+from preheat.backends.cpu.llvm import delta
 from preheat.backends.cpu.llvm.delta import CompiledRecur
 from preheat.ops.delta import DeltaRows, DeltaStates, DeltaWeights, Heads, delta_rule, recur
 from preheat.ops.values import Recurrence
@@ -99,14 +101,16 @@ def exact_rule(x: Tensor) -> Tensor:
     return torch.stack(found)
 
 
-def compiled(value: Recurrence = VALUE) -> Callable[..., Tensor]:
-    return functools.partial(delta_rule, by=CompiledRecur(value, None))
+def compiled(value: Recurrence = VALUE, threads: int = 1) -> Callable[..., Tensor]:
+    return functools.partial(delta_rule, by=CompiledRecur(value, None, threads))
 
 
+@pytest.mark.parametrize("threads", [1, 3])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_the_compiled_function_has_the_bits_of_the_reference(dtype):
+def test_the_compiled_function_has_the_bits_of_the_reference(dtype, threads, monkeypatch):
     """Rows that begin, go on, and move to another slot; columns of whole vectors and of parts of them."""
-    rule = compiled()
+    monkeypatch.setattr(delta, "SHARED_FROM", 1)
+    rule = compiled(threads=threads)
     steps = [[(0, 5), (2, 1)], [(2, 8), (0, 1)], [(1, 1)], [(0, 17)]]
     one, other = fresh_states(dtype), fresh_states(dtype)
     for got, right in zip(run(steps, one, rule=rule), run(steps, other), strict=True):
@@ -127,6 +131,27 @@ def test_it_has_them_for_other_sizes(value):
         out = rule(x, torch.tensor([False, True]), rows, weights, states)
         found.append((out, states.matrix))
     assert all(torch.equal(*pair) for pair in zip(*found, strict=True))
+
+
+class TakenTwice:
+    """The compiled function with a head that two threads run."""
+
+    def __init__(self, right: CompiledRecur) -> None:
+        self._right = right
+
+    def __call__(self, *places: int) -> None:
+        self._right(*places)
+        ctypes.c_int64.from_address(places[9]).value -= 3
+        self._right(*places)
+
+
+def test_a_head_that_is_claimed_twice_is_seen():
+    by = CompiledRecur(VALUE, None)
+    by._recur = TakenTwice(by._recur)
+    one, other = fresh_states(), fresh_states()
+    run([WHOLE], one, rule=functools.partial(delta_rule, by=by))
+    run([WHOLE], other)
+    assert not torch.equal(one.matrix, other.matrix)
 
 
 def test_it_is_the_rule_of_float64():

@@ -12,7 +12,6 @@ from torch import Tensor
 
 from preheat import LLM, SamplingParams
 from preheat.cli import main
-from preheat.errors import PreheatError
 from preheat.plan.functions import Function
 from preheat.warmup.record import Record
 from preheat.warmup.run import WarmUp
@@ -138,10 +137,3 @@ def test_a_compilation_during_a_step_is_a_cold_event_of_the_engine(llm, monkeypa
     assert [(event.source, event.detail) for event in record.events] == [
         ("llvm", "the functions of a model were compiled")
     ]
-
-
-def test_code_that_llvm_cannot_write_ends_the_boot_with_a_message(tmp_path, monkeypatch):
-    checkpoint(tmp_path)
-    monkeypatch.setattr(model, "_written", lambda *_: ("define void @front0() { ret i32 0 }",))
-    with pytest.raises(PreheatError, match=r"cannot compile the model's layers .*; use --execution-mode eager"):
-        LLM(str(tmp_path), **SMALL)

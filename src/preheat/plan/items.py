@@ -572,6 +572,13 @@ class FunctionItem(Item):
     def of_plan(cls, plan: Plan) -> Iterable[FunctionItem]:
         return map(cls, plan.options.functions)
 
+    @classmethod
+    def run_kind(cls, items: Sequence[Self], run_one: Callable[[Item], None], warm: ItemRunner) -> int:
+        """Run all items. An error ends the boot, because no step runs without its functions."""
+        for item in items:
+            run_one(item)
+        return len(items)
+
     @property
     def shape(self) -> dict[str, Any]:
         return {"name": str(self.function)}

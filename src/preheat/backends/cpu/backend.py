@@ -289,7 +289,7 @@ class CpuBackend:
         """Return a compiled function, in every mode: torch would run an operation for each step of each token."""
         from preheat.backends.cpu.llvm.delta import CompiledRecur
 
-        return CompiledRecur(value, self._cache)
+        return CompiledRecur(value, self._cache, self._threads)
 
     def take_rows(self, x: Tensor, index: Tensor) -> Tensor:
         return x.index_select(0, index)

@@ -2,10 +2,16 @@
 
 Columns of a state never meet in this step. So 16 columns of a value head go through all tokens of a row before the next
 16 do, and their part of the state stays in the nearest cache.
+
+A head is a unit of work, with the rows in order: a row may write a slot that a row before has read. A thread claims
+the next unit, so the bits never depend on threads.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from ctypes import CFUNCTYPE, c_int64, c_void_p
 from functools import cache
 from pathlib import Path
@@ -21,6 +27,11 @@ from preheat.backends.cpu.llvm.targets import Target
 from preheat.ops.delta import DeltaRows, Heads, tree
 from preheat.ops.values import Recurrence
 
+SHARED_FROM = 1 << 19
+"""Numbers of states that tokens change, from which threads share them. Fewer take less than a thread's wake-up."""
+
+MOST_HELPERS = 63
+
 
 @cache
 def source(target: Target, value: Recurrence) -> str:
@@ -32,40 +43,53 @@ def source(target: Target, value: Recurrence) -> str:
 
 
 class Rule(Function):
-    """The body of ``recur(matrix, q, k, both, v, decay, beta, out, rows, count)``.
+    """The body of ``recur(matrix, q, k, both, v, decay, beta, out, rows, claimed, count)``.
 
+    ``claimed`` is the number of heads that threads have begun, 0 before the first one.
     ``rows`` are integers of 64 bits [count, 5]: the slots to read and to write, the first token, the number of tokens,
     and whether the row begins its sequence.
     """
 
     def __init__(self, module: ir.Module, value: Recurrence) -> None:
-        super().__init__(module, "recur", [*[POINTER] * 9, LONG])
+        super().__init__(module, "recur", [*[POINTER] * 10, LONG])
         self.value = value
 
     def write(self) -> None:
         """Write the function."""
-        value, (matrix, *_, rows, count) = self.value, self.args
+        value, (matrix, *_, rows, claimed, count) = self.value, self.args
         size = value.key_dim * value.value_dim
-        with self.loop(0, count) as number:
+        with self.claims(claimed, value.value_heads) as head, self.loop(0, count) as number:
             row = self.at(rows, self.mul(number, 5), LONG)
             read, write, first, extend, begins = (self.field(row, at) for at in range(5))
-            with self.loop(0, value.value_heads) as head:
-                old, new = (
-                    self.at(matrix, self.mul(self.add(self.mul(slot, value.value_heads), head), size))
-                    for slot in (read, write)
-                )
+            old, new = (
+                self.at(matrix, self.mul(self.add(self.mul(slot, value.value_heads), head), size))
+                for slot in (read, write)
+            )
 
-                def columns(at: Value, mask: Value | None, old: Value = old, new: Value = new) -> None:
-                    source, state = self.at(old, at), self.at(new, at)
-                    fresh = self.b.icmp_signed("!=", begins, self.i(0))
-                    with self.loop(0, size, value.value_dim) as place:
-                        kept = self.vector(source, place, mask)
-                        self.put(self.b.select(fresh, self.v(0.0), kept), state, place, mask)
-                    with self.loop(first, self.add(first, extend)) as token:
-                        self._token(token, head, at, mask, state)
+            def columns(at: Value, mask: Value | None) -> None:
+                source, state = self.at(old, at), self.at(new, at)
+                fresh = self.b.icmp_signed("!=", begins, self.i(0))
+                with self.loop(0, size, value.value_dim) as place:
+                    kept = self.vector(source, place, mask)
+                    self.put(self.b.select(fresh, self.v(0.0), kept), state, place, mask)
+                with self.loop(first, self.add(first, extend)) as token:
+                    self._token(token, head, at, mask, state)
 
-                self.over(value.value_dim, columns)
+            self.over(value.value_dim, columns)
         self.close()
+
+    @contextmanager
+    def claims(self, claimed: Value, units: Value) -> Iterator[Value]:
+        """Run the body for each unit that this thread claims."""
+        look, body, end = self._blocks(3)
+        self.b.branch(look)
+        self.b.position_at_end(look)
+        unit = self.b.atomic_rmw("add", claimed, self.i(1), "acq_rel")
+        self.b.cbranch(self.less(unit, units), body, end)
+        self.b.position_at_end(body)
+        yield unit
+        self.b.branch(look)
+        self.b.position_at_end(end)
 
     def _token(self, token: Value, head: Value, column: Value, mask: Value | None, state: Value) -> None:
         """Take the columns of ``state`` through one token."""
@@ -102,21 +126,32 @@ class Rule(Function):
 
 
 class CompiledRecur:
-    """The compiled function of ``value``, as :func:`preheat.ops.delta.recur`.
+    """The compiled function of ``value``, as :func:`preheat.ops.delta.recur`, with ``threads`` threads.
 
     Its machine code is kept in ``folder``.
     """
 
-    def __init__(self, value: Recurrence, folder: Path | None) -> None:
+    def __init__(self, value: Recurrence, folder: Path | None, threads: int = 1) -> None:
         self.code = Code(compile_code(source(targets.here(), value), folder)[0])
-        self._recur = CFUNCTYPE(None, *[c_void_p] * 9, c_int64)(self.code.address("recur"))
+        self._recur = CFUNCTYPE(None, *[c_void_p] * 10, c_int64)(self.code.address("recur"))
+        self._threads, self._size = threads, value.value_heads * value.key_dim * value.value_dim
 
     def __call__(self, heads: Heads, matrix: Tensor, rows: DeltaRows, begins: Tensor) -> Tensor:
         """Return out, and move the states ``matrix`` on."""
         table = torch.stack((rows.read, rows.write, rows.first, rows.extend, begins.long()), 1)
         both = tree(heads.k * heads.q, -1)
         given = [each.contiguous() for each in (heads.q, heads.k, both, heads.v, heads.decay, heads.beta)]
-        out = torch.empty_like(given[3])
-        places = [matrix, *given, out, table]
-        self._recur(*(each.data_ptr() for each in places), len(table))
+        out, claimed = torch.empty_like(given[3]), torch.zeros(1, dtype=torch.int64)
+        places = [each.data_ptr() for each in (matrix, *given, out, table, claimed)]
+        helpers = self._threads - 1 if self._size * len(out) >= SHARED_FROM else 0
+        helping = [_helpers().submit(self._recur, *places, len(table)) for _ in range(helpers)]
+        self._recur(*places, len(table))
+        for each in helping:
+            each.result()
         return out
+
+
+@cache
+def _helpers() -> ThreadPoolExecutor:
+    """Return the threads beside the caller's; they wait without work."""
+    return ThreadPoolExecutor(MOST_HELPERS, "delta")
