@@ -20,6 +20,7 @@ from torch import Tensor
 
 from preheat import LLM, SamplingParams
 from preheat.errors import InvalidRequest, ModelError, NotInvariant
+from preheat.execution.executor import Executor
 from preheat.execution.input_batch import Packer
 from preheat.frontend import image_processes
 from preheat.frontend.image_processes import make_work
@@ -106,19 +107,18 @@ def same(one: Found, other: Found) -> list[bool]:
 
 
 def test_the_comparison_can_fail(model, llm):
-    """Control: images in another order, and places that ignore images, are far outside of the tolerance."""
-    prompt = PROMPTS[10]
-    (found,) = run(llm, [prompt])
-    text, images = prompt
+    """Control: other images, and engines without places or deep embeddings, are far outside of the tolerance."""
+    text, images = prompt = PROMPTS[10]
     with pytest.raises(AssertionError):
-        assert error(model[1], (text, [images[1], images[0], images[2]]), found) <= 1e-5
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(slots, "places_of", lambda segments: None)
+        assert error(model[1], (text, [images[1], images[0], images[2]]), run(llm, [prompt])[0]) <= 1e-5
+    for where, name, wrong in (slots, "places_of", lambda segments: None), (Executor, "_adder", lambda *_: None):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(where, name, wrong)
+            llm.reset_prefix_cache()
+            found = run(llm, [prompt])
         llm.reset_prefix_cache()
-        (wrong,) = run(llm, [prompt])
-    llm.reset_prefix_cache()
-    with pytest.raises(AssertionError):
-        assert error(model[1], prompt, wrong) <= 1e-5
+        with pytest.raises(AssertionError):
+            assert error(model[1], prompt, found[0]) <= 1e-5
 
 
 def test_cached_prefixes_and_other_chunks_change_no_bits(model, llm):

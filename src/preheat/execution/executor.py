@@ -39,7 +39,7 @@ from preheat.execution.input_batch import InputBatch
 from preheat.execution.kv_cache import BlockCache, KVCache
 from preheat.execution.pooler import Pooler
 from preheat.model.adapters import ModelAdapterSlots
-from preheat.model.decoder import Attended, Decoder, Tap
+from preheat.model.decoder import Attended, Decoder, Deep, Tap
 from preheat.model.layers import DenseMlp, MoeMlp
 from preheat.model.specs import AttentionSpec
 from preheat.ops.sampling import SamplingInput
@@ -535,9 +535,7 @@ class Executor:
             decoder.turns.turn(inputs.places)
         before = self._begin(inputs, residual) if begins else normed
         attend, keep = self.attention.attend(inputs, out), self.features.keep if self.features else None
-        own, deep = None if self._inputs is None else self._inputs[:tokens], None
-        if self._deep is not None and not inputs.width:
-            deep = self._deep.adder(inputs.tokens)
+        own, deep = None if self._inputs is None else self._inputs[:tokens], self._adder(inputs)
         after = decoder.layers(
             residual, attend, layers, given=before, inputs=own, eager=tap is not None, tap=tap or keep, deep=deep
         )
@@ -548,6 +546,17 @@ class Executor:
             return Attended(after, residual, last)
         normed.copy_(after)
         return Attended(out, residual, last)
+
+    def _adder(self, inputs: StepInputs) -> Deep | None:
+        """Return what adds embeddings of images behind layers; None for a step without images, as far as it is known.
+
+        Decoding rows have no image. Only a host looks at the tokens: a graph serves all steps.
+        """
+        if self._deep is None or inputs.width:
+            return None
+        if self.backend.facts.on_host and not bool((inputs.tokens < -1).any()):
+            return None
+        return self._deep.adder(inputs.tokens)
 
     def _views(self, tokens: int) -> tuple[Tensor, Tensor, Tensor]:
         """Return the static buffers of the first ``tokens`` tokens: the residual stream, its norm, and attention."""
