@@ -1,13 +1,18 @@
 """Engines that are killed while they answer: every answer must equal the uninterrupted one.
 
     python -m benchmarks chaos [--requests 40] [--kills 10] [--seed 0] [--options JSON]
+    python -m benchmarks chaos --every --requests 200 --tokens 24
+    python -m benchmarks chaos --faults 60 --seed 1
+    python -m benchmarks chaos --ray --requests 50
 
 A server with two replicas of the bundled model, on this machine alone, answers a mix of requests at once. They are
 greedy or seeded, with penalties, log-probabilities, stop strings, a pattern, JSON, a forced tool, several choices or an
 adapter, in streams and not. Then the same requests run again, once for each kill. A kill is SIGKILL for a random engine
 when the streams have got a random number of events, so the requests are cut at many positions. ``--signal STOP`` stops
 the process instead. Text, tokens, log-probabilities, arguments, ends, ids and usage are compared. A seed repeats the
-requests and the places.
+requests and the places. ``--every`` sends all requests to one engine and kills it at each token in turn, so that each
+round cuts every request. ``--faults`` is :mod:`benchmarks.common.faults`: a front, its pods and clients that fail in
+every way.
 """
 
 from __future__ import annotations
@@ -16,6 +21,7 @@ import asyncio
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -103,6 +109,8 @@ def mixed(count: int, seed: int = 0, adapter: str | None = None, tokens: int = 4
     for number in range(count):
         kind, (path, fields) = table[number % len(table)]
         body = {"seed": draw.randrange(2**40), "max_tokens": tokens, "return_token_ids": True, **fields}
+        if "min_tokens" in body:
+            body["min_tokens"] = min(body["min_tokens"], tokens)
         if path == COMPLETIONS:
             body["prompt"] = draw.choice(_PROMPTS) + f"  # {draw.randrange(100)}\n"
             body["ignore_eos"] = kind not in ("stop", "pattern")
@@ -113,11 +121,17 @@ def mixed(count: int, seed: int = 0, adapter: str | None = None, tokens: int = 4
     return asked
 
 
-async def answer(port: int, asked: Asked, id: str, seen: Callable[[], None]) -> Answer:
-    """Return the answer to ``asked``; ``seen`` is called with each part of it."""
-    data, found = json.dumps(asked.body).encode(), Answer()
+async def answer(
+    port: int, asked: Asked, id: str, seen: Callable[[], None], *, found: Answer | None = None, rank: int | None = None
+) -> Answer:
+    """Return the answer to ``asked``, also as ``found`` while it comes; ``seen`` is called with each part of it.
+
+    ``rank`` is the engine to begin at.
+    """
+    data, found = json.dumps(asked.body).encode(), found or Answer()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"POST {asked.path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: {id}\r\n"
+    head += "" if rank is None else f"X-data-parallel-rank: {rank}\r\n"
     writer.write(head.encode() + b"Content-Length: %d\r\n\r\n%b" % (len(data), data))
     while more := await reader.read(1 << 16):
         found.raw += more
@@ -128,19 +142,29 @@ async def answer(port: int, asked: Asked, id: str, seen: Callable[[], None]) -> 
 
 
 async def together(
-    port: int, asked: Sequence[Asked], after: int = 0, then: Callable[[], None] | None = None
+    port: int,
+    asked: Sequence[Asked],
+    after: int = 0,
+    then: Callable[[list[Answer]], None] | None = None,
+    rank: int | None = None,
 ) -> list[Answer]:
-    """Return the answers to all requests, sent at once; call ``then`` once ``after`` parts of streams have come."""
-    parts = 0
+    """Return the answers to all requests, sent at once; call ``then`` once ``after`` parts of streams have come.
+
+    ``then`` gets the answers so far. ``rank`` is the engine where all begin.
+    """
+    parts, found = 0, [Answer() for _ in asked]
 
     def seen() -> None:
         nonlocal parts
         parts += 1
         if parts == after and then is not None:
-            then()
+            then(found)
 
     async with asyncio.timeout(SECONDS):
-        return await asyncio.gather(*(answer(port, each, f"c{at}", seen) for at, each in enumerate(asked)))
+        each = zip(asked, found, strict=True)
+        return await asyncio.gather(
+            *(answer(port, one, f"c{at}", seen, found=got, rank=rank) for at, (one, got) in enumerate(each))
+        )
 
 
 def normal(answer: Answer) -> dict[str, Any]:
@@ -184,6 +208,26 @@ def _add(to: dict[str, Any], choice: dict[str, Any]) -> None:
         to[name] = choice.get(name) or to.get(name)
 
 
+def _events(answer: Answer) -> int | None:
+    """Return the events of a stream so far, None for a whole answer or one that has not begun."""
+    return answer.raw.count(b"data: {") if b"text/event-stream" in answer.raw[:500] else None
+
+
+def blanked(answer: Answer) -> bytes:
+    """Return the bytes of an answer's body without chunk sizes, pauses, times, cached tokens and ids of tool calls."""
+    body = answer.raw.partition(b"\r\n\r\n")[2]
+    body = re.sub(rb"(^|\r\n)[0-9a-f]+\r\n", b"", body).replace(b"\r\n", b"")
+    body = re.sub(rb": an engine starts again[^\n]*\n\n", b"", body)
+    body = re.sub(rb'"(created|cached_tokens)":[0-9]+', rb'"\1":0', body)
+    return re.sub(rb'"chatcmpl-tool-[0-9a-f]+"|"call_[0-9A-Za-z]+"', b'"call"', body)
+
+
+def renewed(order: list[int], running: list[int]) -> list[int]:
+    """Return the engines' processes by place: a new process has the place of the one that it replaces."""
+    new = iter([pid for pid in running if pid not in order])
+    return [pid if pid in running else next(new, pid) for pid in order]
+
+
 def pauses(answer: Answer, at: float) -> float:
     """Return the longest time between two parts of an answer that lies behind the time ``at``."""
     gaps = (later - earlier for earlier, later in pairwise(answer.times) if later > at)
@@ -220,13 +264,15 @@ def metric(port: int, name: str) -> float:
 
 
 def rounds(
-    server: ServerProcess, asked: Sequence[Asked], kills: int, *, seed: int, number: int
+    server: ServerProcess, asked: Sequence[Asked], kills: int, *, seed: int, number: int, every: bool = False
 ) -> list[dict[str, Any]]:
     """Answer ``asked`` once, then once for each kill; return the figures of each round with a kill.
 
-    A kill is the signal ``number``.
+    A kill is the signal ``number``. With ``every`` all requests begin at the engine that is killed, and the kills are
+    spread evenly over the answers; otherwise engine and place are drawn.
     """
     port, process = server.port, server.process.pid
+    order = engines(process)
     draw, size = random.Random(seed), len(engines(process))
     plain = asyncio.run(together(port, asked))
     expected, parts = list(map(normal, plain)), sum(len(each.times) for each in plain)
@@ -235,13 +281,21 @@ def rounds(
     found = []
     for turn in range(kills):
         after, victim, killed = draw.randrange(1, max(parts * 9 // 10, 2)), draw.choice(engines(process)), list[float]()
+        cut: list[int | None] = []
+        rank = None
+        if every:
+            after, rank = max(parts * (turn + 1) // (kills + 1), 1), turn % size
+            victim = order[rank]
 
-        def kill(victim: int = victim, killed: list[float] = killed) -> None:
+        def kill(
+            so_far: list[Answer], victim: int = victim, killed: list[float] = killed, cut: list[int | None] = cut
+        ) -> None:
+            cut += [_events(each) for each in so_far]
             killed.append(time.monotonic())
             os.kill(victim, number)
 
         moves = metric(port, "request_moves_total")
-        answers = asyncio.run(together(port, asked, after, kill))
+        answers = asyncio.run(together(port, asked, after, kill, rank))
         differing = [
             {"request": at, "kind": each.kind, "expected": want, "got": got}
             for at, (each, want, got) in enumerate(zip(asked, expected, map(normal, answers), strict=True))
@@ -251,8 +305,10 @@ def rounds(
             "round": turn, "after_events": after, "killed": len(killed), "answers": len(answers),
             "moved": metric(port, "request_moves_total") - moves, "differing": differing,
             "pauses_s": sorted(pauses(each, killed[0]) for each in answers) if killed else [],
-            "back_s": round(wait_for_engines(port, size), 2),
+            "raw_equal": sum(blanked(one) == blanked(other) for one, other in zip(plain, answers, strict=True)),
+            "cut_at": cut, "back_s": round(wait_for_engines(port, size), 2),
         })  # fmt: skip
+        order = renewed(order, engines(process))
         print(_line(found[-1]), flush=True)
     return found
 
@@ -265,6 +321,19 @@ def _line(each: dict[str, Any]) -> str:
     )
 
 
+def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Return figures over all rounds: the pauses of cut streams, and the places where streams were cut."""
+    gaps = sorted(gap for each in found for gap in each["pauses_s"])
+    cuts = {(at, place) for each in found for at, place in enumerate(each.pop("cut_at")) if place}
+    for each in found:
+        each["pauses_s"] = [round(gap, 4) for gap in each["pauses_s"] if gap > 0.001]
+    return {
+        "raw_equal": sum(each["raw_equal"] for each in found), "streams_cut_at_places": len(cuts),
+        "pause_p50_s": round(gaps[len(gaps) // 2], 4) if gaps else 0.0,
+        "pause_p99_s": round(gaps[len(gaps) * 99 // 100], 4) if gaps else 0.0,
+    }  # fmt: skip
+
+
 def main(words: Sequence[str]) -> None:
     flags = parser(__doc__, __name__)
     flags.add_argument("--requests", type=int, default=40)
@@ -272,8 +341,22 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--tokens", type=int, default=48)
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--signal", choices=("KILL", "STOP"), default="KILL")
+    flags.add_argument("--every", action="store_true", help="all requests begin at the engine that is killed")
+    flags.add_argument("--faults", type=int, metavar="N", help="faults of a front, of its pods and of clients")
+    flags.add_argument("--ray", action="store_true", help="a replica behind the ingress of Ray Serve is killed")
     flags.add_argument("--options", type=json.loads, default={}, help="of the server, as JSON")
     args = flags.parse_args(words)
+    if args.faults is not None:
+        from benchmarks.common import faults
+
+        faults.run(args.faults, args.seed, args.options)
+        return
+    if args.ray:
+        from benchmarks.common import ray_ingress
+
+        ray_ingress.run(args.requests, args.seed)
+        return
+    kills = args.tokens if args.every else args.kills
     options = {
         "model": "bundled", "data_parallel_size": 2, "num_threads": 1, "kv_cache_memory_bytes": 256 << 20,
         "engine_restarts": 10_000, "max_num_seqs": 64, "log_level": "error", "enable_auto_tool_choice": True,
@@ -291,14 +374,15 @@ def main(words: Sequence[str]) -> None:
         with serving(options, env=environment(), stderr=subprocess.DEVNULL) as server:
             server.wait_for("/ready")
             number = getattr(signal, f"SIG{args.signal}")
-            found = rounds(server, asked, args.kills, seed=args.seed, number=number)
+            found = rounds(server, asked, kills, seed=args.seed, number=number, every=args.every)
     differing = sum(len(each["differing"]) for each in found)
     figures = {"requests": args.requests, "seed": args.seed, "signal": args.signal, "options": args.options}
     figures |= {"kills": sum(each["killed"] for each in found), "moved": sum(each["moved"] for each in found)}
+    figures |= summary(found)
     figures |= {"answers": sum(each["answers"] for each in found), "differing": differing, "rounds": found}
     print(
         f"{figures['kills']} kills, {figures['moved']:.0f} sequences moved, {differing} of {figures['answers']} differ"
     )
-    print(save("chaos", figures))
+    print(save("chaos_every" if args.every else "chaos", figures))
     if differing:
         sys.exit(1)

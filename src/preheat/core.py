@@ -796,9 +796,10 @@ class Leaving(msgspec.Struct, tag="leaving"):
 
 
 class Declined(msgspec.Struct, tag="declined"):
-    """A member has no room for the request ``id`` now."""
+    """A member has no room for the request ``id`` now, or has ``lost`` it though others go on."""
 
     id: int
+    lost: bool = False
 
 
 ToEngine = Request | Cancel | Drain | Wake | Ask | ResetPrefixCache | LoadAdapter | UnloadAdapter | Command

@@ -113,6 +113,18 @@ class Journal:
                 found.again.append(self._resumed(id))
         return found
 
+    def again(self, id: int) -> Request | None:
+        """Take a request from its owner, which has lost it alone, and return it as it goes on.
+
+        Returns None, and forgets it, if it has moved too often.
+        """
+        entry = self._entries[id]
+        entry.moves += 1
+        if entry.moves > MOST_MOVES:
+            self.forget(id)
+            return None
+        return self._resumed(id)
+
     def drop(self, owner: Owner) -> list[int]:
         """Forget all requests of ``owner``, whose results may be wrong, and return their ids."""
         ids = sorted(self._owned.get(owner, ()))

@@ -7,8 +7,9 @@ front has prepared it; its answer has the engine's results, unread.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import secrets
-from collections.abc import Sequence
+from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Annotated, Any, ClassVar
 
@@ -19,7 +20,6 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from preheat.core import SAMPLING_FIELDS
 from preheat.errors import InvalidRequest, OtherContract, PreheatError
-from preheat.frontend.relay import Relay
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.server import kv_transfer
 from preheat.server.answers import PromptTokensDetails, Usage
@@ -139,61 +139,78 @@ async def _relayed(request: Request) -> ASGIApp:
     """Return the answer to a front. Raises OtherContract if it expects another contract."""
     service: Service = request.app.state.service
     data = await read_body(request)
+    sent = await in_turn(request, len(data), partial(read_sent, data))
+    state = await in_turn(request, len(data), partial(relay_state, service, sent, request_id(request)))
+    return _RelayWriter(service, state)
+
+
+def read_sent(data: bytes) -> Sent:
+    """Return the request of a front. Raises InvalidRequest."""
     try:
-        sent = await in_turn(request, len(data), partial(_sent.decode, data))
+        return _sent.decode(data)
     except (msgspec.MsgspecError, ValueError) as error:
         raise InvalidRequest(f"The body is no request of a front: {error}") from error
+
+
+def relay_state(service: Service, sent: Sent, id: str) -> RequestState:
+    """Return the checked state of a front's request. Raises OtherContract, InvalidRequest, NotReady, EngineDead."""
     frontend = service.frontend
     if sent.contract != (mine := frontend.contract.id):
         raise OtherContract(f"The contract of this server is {mine}, the request is for {sent.contract}")
     if sent.request.source is not None:
         raise InvalidRequest("A front names no server to pull blocks from: leave the source out")
     service.adapter_of(sent.request.lora_name or None)
-    prepare = partial(frontend.input.relayed, sent.request, request_id(request))
-    return _RelayWriter(service, await in_turn(request, len(data), prepare))
+    return frontend.input.relayed(sent.request, id)
+
+
+async def relayed(running: RunningRequests, state: RequestState) -> AsyncGenerator[bytes]:
+    """Yield the results of each step in a frame, and signs of life between them."""
+    assert state.relay is not None
+    over = False
+    while not over:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(BEAT_SECONDS):
+                await running.change()
+        if running.gone:
+            return
+        parts = state.relay.take()
+        body = b"".join(map(frame, parts)) or frame()
+        over = any(part.finished for part in parts)
+        if state.error is not None and not over:  # this server failed, not the request
+            body, over = body + framed(LOST), True
+        yield body
 
 
 class _RelayWriter:
-    """The answer to a front: the results of each step in a frame, and signs of life between them."""
+    """The answer to a front."""
 
     def __init__(self, service: Service, state: RequestState) -> None:
-        assert state.relay is not None
         self._service, self._state = service, state
-        self._relay: Relay = state.relay
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._service.load += 1
         try:
             async with RunningRequests(self._service.frontend, [self._state], receive) as running:
-                await send(
-                    {"type": "http.response.start", "status": 200, "headers": [(b"content-type", MEDIA.encode())]}
-                )
-                await self._send(running, send)
+                headers = [(b"content-type", MEDIA.encode())]
+                await send({"type": "http.response.start", "status": 200, "headers": headers})
+                async with contextlib.aclosing(relayed(running, self._state)) as parts:
+                    async for body in parts:
+                        await send({"type": "http.response.body", "body": body, "more_body": True})
+                if not running.gone:
+                    await send({"type": "http.response.body", "body": b""})
         finally:
             self._service.load -= 1
-
-    async def _send(self, running: RunningRequests, send: Send) -> None:
-        over = False
-        while not over:
-            try:
-                async with asyncio.timeout(BEAT_SECONDS):
-                    await running.change()
-            except TimeoutError:
-                pass
-            if running.gone:
-                return
-            parts = self._relay.take()
-            body = b"".join(map(frame, parts)) or frame()
-            over = any(part.finished for part in parts)
-            if self._state.error is not None and not over:  # this server failed, not the request
-                body, over = body + framed(LOST), True
-            await send({"type": "http.response.body", "body": body, "more_body": not over})
 
 
 async def member(request: Request) -> Response:
     """Return limits and contract, for a front."""
-    service: Service = request.app.state.service
+    hello = hello_of(request.app.state.service, START)
+    return Response(msgspec.msgpack.encode(hello), media_type="application/octet-stream")
+
+
+def hello_of(service: Service, start: str) -> Hello:
+    """Return limits and contract. Raises NotReady or EngineDead if requests are not taken."""
     service.check_ready()
     frontend = service.frontend
     ready = msgspec.structs.replace(frontend.limits(), contract=frontend.contract, digest=frontend.state.digest)
-    return Response(msgspec.msgpack.encode(Hello(START, ready)), media_type="application/octet-stream")
+    return Hello(start, ready)

@@ -64,6 +64,9 @@ class RefusedCall(Exception):
 class Calls(Protocol):
     """The calls to the pods of one place. They raise OSError for a lost connection, and RefusedCall."""
 
+    many: bool
+    """Whether several engines are behind it, so that a stream that is cut says nothing of the others."""
+
     async def hello(self) -> bytes:
         """Return the pod's :class:`Hello`; claim a pod first."""
         ...
@@ -227,11 +230,18 @@ class Pod:
                         self._tell(delta)
                         if delta.finished:
                             return
-            self._lose("it ended a stream before its end")
+            self._cut(request, "it ended a stream before its end")
         except RefusedCall as error:
             await self._decline(request, error)
         except (OSError, TimeoutError, LostError, ValueError, msgspec.MsgspecError) as error:
-            self._lose(f"{type(error).__name__}: {error}")
+            self._cut(request, f"{type(error).__name__}: {error}")
+
+    def _cut(self, request: Request, why: str) -> None:
+        """Note that a stream was cut: the pod is lost, or the request alone if it is one of many engines."""
+        if self._calls.many:
+            self._tell(Declined(request.id, lost=True))
+        else:
+            self._lose(why)
 
     async def _decline(self, request: Request, error: RefusedCall) -> None:
         """Give a request back, or end it with the pod's error."""
@@ -240,7 +250,7 @@ class Pod:
             await asyncio.sleep(min(0.02 * 2 ** min(self._declined, 10), MOST_WAIT))
             self._tell(Declined(request.id))
         elif error.status == OTHER:
-            self._lose(str(error))
+            self._cut(request, str(error))
         else:
             self._tell(Delta(finished={request.id: Finish("error", error=error.error)}))
 

@@ -91,6 +91,8 @@ async def _resolved(named: Address) -> list[str]:
 class HttpCalls:
     """Calls to one pod of ``addresses``, with the API key ``key`` if there is one."""
 
+    many = False
+
     def __init__(self, addresses: Addresses, key: str | None) -> None:
         self._addresses, self._key = addresses, key
         self._address: Address | None = None

@@ -22,6 +22,7 @@ from preheat.core import (
     Declined,
     Delta,
     Died,
+    Finish,
     FromEngine,
     Leaving,
     LoadAdapter,
@@ -32,8 +33,8 @@ from preheat.core import (
     ResetPrefixCache,
     ToEngine,
 )
-from preheat.errors import PreheatError, WireError
-from preheat.frontend.journal import Journal, Lost
+from preheat.errors import EngineDead, PreheatError, WireError
+from preheat.frontend.journal import MOST_MOVES, Journal, Lost
 from preheat.server.member import EngineMember, Process, State
 from preheat.server.process import ENGINE, EngineProcess
 from preheat.server.routing import Router
@@ -119,14 +120,21 @@ class Replicas:
         self.journal.sent(request, member.owner)
         member.send(request)
 
-    def _decline(self, member: EngineMember, id: int) -> None:
-        """Give a request that ``member`` has no room for to another member, or to ``member`` again."""
+    def _decline(self, member: EngineMember, message: Declined) -> list[FromEngine]:
+        """Give a request that ``member`` declines to another member, or to ``member`` again.
+
+        A request that was lost too often ends; its end is returned.
+        """
+        id, takers = message.id, self.takers
         if id not in self.router.requests(member.number):
-            return  # its client has left
+            return []  # its client has left
         self.router.end(id)
-        (request,) = self.journal.resumed([id])
-        takers = self.takers
+        request = self.journal.again(id) if message.lost else self.journal.resumed([id])[0]
+        if request is None:
+            said = f"The engines of this request have ended {MOST_MOVES + 1} times, so it may be the reason"
+            return [Delta(finished={id: Finish("error", error=WireError.of(EngineDead(said)))})]
         self._give(request, [each for each in takers if each != member.number] or takers)
+        return []
 
     def receive(self, replica: int) -> list[FromEngine]:
         """Return the messages of one replica since the last call, adapted for the frontend. Never waits."""
@@ -208,7 +216,7 @@ class Replicas:
                 if not member.owed:
                     self._admit(member)
             case Declined():
-                self._decline(member, message.id)
+                return [message, *self._decline(member, message)]
             case Leaving():
                 if member.state is State.SERVING:
                     member.leave()

@@ -101,7 +101,7 @@ class Supervisor:
                     self._fleet.fall(watch.replica, message.error.restore(), "died")
                     continue
                 if isinstance(message, Declined):
-                    self._service.metrics.moves["overloaded"] += 1
+                    self._service.metrics.moves["died" if message.lost else "overloaded"] += 1
                     continue
                 frontend.handle(message)
                 if isinstance(message, Outcome):
