@@ -40,7 +40,7 @@ class Fleet:
     """A front and two pods, each in a process that can be killed and started again."""
 
     options: dict[str, Any]
-    ports: list[int] = field(default_factory=lambda: [free_port() for _ in range(3)])
+    ports: list[int] = field(default_factory=lambda: free_ports(3))
     children: list[subprocess.Popen[bytes]] = field(default_factory=list)
 
     @property
@@ -96,11 +96,13 @@ class Fleet:
             child.wait()
 
 
-def free_port() -> int:
-    """Return a free port of this machine."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        return int(free.getsockname()[1])
+def free_ports(count: int) -> list[int]:
+    """Return free ports of this machine, each another one."""
+    with contextlib.ExitStack() as opened:
+        probes = [opened.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def engines(port: int) -> int:
@@ -227,6 +229,7 @@ def run(count: int, seed: int, options: dict[str, Any]) -> None:
         "shutdown_timeout": 2.0, "engine_heartbeat_timeout_s": 1.5, **options,
     })  # fmt: skip
     rounds: list[dict[str, Any]] = []
+    names: list[str] = []
     pids: list[int] = []
     try:
         for place in range(3):
@@ -236,7 +239,10 @@ def run(count: int, seed: int, options: dict[str, Any]) -> None:
         expected = [chaos.normal(each) for each in plain]
         parts = sum(len(each.times) for each in plain)
         for number in range(count):
-            rounds.append(_one(fleet, asked, expected, draw, number=number, parts=parts))
+            if number % len(FAULTS) == 0:  # each kind once before any kind again
+                names = draw.sample(list(FAULTS), len(FAULTS))
+            name = names[number % len(FAULTS)]
+            rounds.append(_one(fleet, asked, expected, draw, name=name, parts=parts) | {"number": number})
             print(_line(rounds[-1]), flush=True)
         pids = [pid for child in fleet.children for pid in (child.pid, *chaos.engines(child.pid))]
     finally:
@@ -249,10 +255,10 @@ def run(count: int, seed: int, options: dict[str, Any]) -> None:
 
 def _one(
     fleet: Fleet, asked: Sequence[chaos.Asked], expected: Sequence[dict[str, Any]], draw: random.Random, *,
-    number: int, parts: int,
+    name: str, parts: int,
 ) -> dict[str, Any]:  # fmt: skip
     """Return the figures of one fault."""
-    name, pod = draw.choice(list(FAULTS)), draw.choice((1, 2))
+    pod = draw.choice((1, 2))
     after, began = draw.randrange(1, max(parts * 8 // 10, 2)), time.monotonic()
     hung = False
     try:
@@ -270,7 +276,7 @@ def _one(
         differing += 1
     fleet.restore()
     return {
-        "number": number, "fault": name, "pod": pod, "after": after, "answers": len(answers), "differing": differing,
+        "fault": name, "pod": pod, "after": after, "answers": len(answers), "differing": differing,
         "cut": cut, "hung": hung, "held": _held(fleet), "seconds": round(time.monotonic() - began, 2),
     }  # fmt: skip
 

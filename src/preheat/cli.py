@@ -304,8 +304,11 @@ def _add_replay(commands: Any) -> None:
 
 def _add_diff(commands: Any) -> None:
     diff = _command(commands, "diff", _diff, ENGINE_OPTIONS, "compare the tokens of two configurations of a model")
-    diff.usage = "preheat diff --other JSON [MODEL] [--flag VALUE ...]"
-    diff.add_argument("--other", required=True, metavar="JSON", help="options that the other configuration changes")
+    diff.usage = "preheat diff [--other JSON] [--other-adapter NAME] [MODEL] [--flag VALUE ...]"
+    diff.add_argument("--other", metavar="JSON", help="options that the other configuration changes")
+    diff.add_argument("--adapter", default="", metavar="NAME", help="the adapter of the first configuration")
+    diff.add_argument("--other-adapter", default="", metavar="NAME", help="the adapter of the other configuration")
+    diff.add_argument("--html", metavar="FILE", help="also write the report as a self-contained HTML page")
     diff.add_argument("--prompts", metavar="FILE", help="read prompts from a file, like generate")
     diff.add_argument("--json", action="store_true", help="print JSON objects, one a prompt")
 
@@ -621,13 +624,15 @@ def _replay(values: dict[str, Any]) -> int:
 
 def _diff(values: dict[str, Any]) -> int:
     path, text, as_json = values.pop("prompts"), values.pop("other"), values.pop("json")
+    adapters, page = (values.pop("adapter"), values.pop("other_adapter")), values.pop("html")
     settings = _load(values)
     set_up_logging(settings)
     from preheat.startup import boot_engine
-    from preheat.verify import diff
+    from preheat.verify import diff, diff_page
 
     given = list(_prompts([], path)) if path else None
-    both, found = diff.Both(boot_engine, settings, diff.other_settings(values, text)), []
+    other = None if text is None else diff.other_settings(values, text)
+    both, found = diff.Both(boot_engine, settings, other, adapters), []
     if not as_json:
         _say(diff.HEADER)
     for each in both.compare(verify_command.few_prompts(settings, both.one, given)):
@@ -638,6 +643,12 @@ def _diff(values: dict[str, Any]) -> int:
             _say(each.line())
     if not as_json:
         _say(diff.summary(found))
+    if page is not None:
+        names = [f"{settings.model}{f', adapter {name}' if name else ''}" for name in adapters]
+        names[1] += f", with {text}" if text else ""
+        text = diff_page.render(found, (names[0], names[1]), verify_command.decoder(settings))
+        Path(page).write_text(text, encoding="utf-8")
+        _say(f"The report is in {page}")
     return 0
 
 

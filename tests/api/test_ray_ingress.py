@@ -17,7 +17,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of Ray's own
 
 @pytest.fixture(scope="module")
 def application() -> Iterator[None]:
-    ray_ingress.start(boot_check="fast")
+    ray_ingress.start(boot_check="quick")
     yield
     ray_ingress.stop()
 

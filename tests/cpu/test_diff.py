@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import re
+from pathlib import Path
 
 import pytest
 import torch
@@ -12,8 +14,9 @@ from preheat.errors import SettingsError
 from preheat.model.update import tensors_of
 from preheat.settings import Settings
 from preheat.startup import boot_engine
-from preheat.verify import diff
+from preheat.verify import diff, diff_page
 from preheat.verify.prompts import with_settings
+from tests.adapters import write_adapter
 
 OPTIONS = {"max_num_seqs": 4, "max_model_len": 64, "block_size": 16, "skip_warmup": True, "boot_check": "off",
            "on_cold": "off", "num_threads": 1, "execution_mode": "eager"}  # fmt: skip
@@ -54,6 +57,34 @@ def test_a_quantization_differs_and_the_table_says_where(
     assert [f"{each['equal']}/{each['tokens']}" in line for each, line in zip(objects, lines, strict=True)] == [
         True
     ] * 2
+
+
+def test_an_adapter_differs_from_its_model_and_the_page_shows_where(
+    shallow: str, capsys: pytest.CaptureFixture[str], tmp_path
+) -> None:
+    adapter, page = write_adapter(tmp_path / "adapter", 1, model=Path(shallow)), tmp_path / "page.html"
+    (tmp_path / "prompts.txt").write_text("Once upon <b>a</b> time\n")
+    flags = [f"--{name.replace('_', '-')}={value}" for name, value in OPTIONS.items() if name != "skip_warmup"]
+    asked = ["diff", shallow, "--skip-warmup", *flags, "--prompts", str(tmp_path / "prompts.txt"), "--enable-lora"]
+    asked += ["--lora-modules", f"tuned={adapter}", "--other-adapter", "tuned"]
+    assert main([*asked, "--json", "--html", str(page)]) == 0
+    (found,) = [json.loads(line) for line in capsys.readouterr().out.splitlines() if line.startswith("{")]
+    assert found["divergence"] > 0 and len(found["divergences"]) == min(found["equal"] + 1, found["tokens"])
+    text = page.read_text()
+    assert "adapter tuned" in text and f"{found['equal']} of {found['tokens']}" in text and "<svg" in text
+    assert "<script" not in text and not re.search(r'(?:src|href)="(?!#)', text)
+    assert main([*asked[:-1], "other"]) == 2
+    assert "'other' is not among --lora-modules, but tuned are" in capsys.readouterr().err
+    assert main([*asked[:-2]]) == 2 and "two configurations" in capsys.readouterr().err
+
+
+def test_texts_of_a_model_are_escaped_in_the_page() -> None:
+    each = diff.Compared(0, 2, 1, 1, 0.5, 1.0, [0.0, 0.5], [1, 2], [1, 3])
+    page = diff_page.render([each], ("a<b", "c"), lambda ids: "".join(f"<{id}>" for id in ids))
+    assert "a&lt;b" in page and "&lt;1&gt;" in page and "&lt;2&gt;" in page and "&lt;3&gt;" in page
+    assert "<1>" not in page and page == diff_page.render(
+        [each], ("a<b", "c"), lambda ids: "".join(f"<{id}>" for id in ids)
+    )
 
 
 def test_the_divergence_is_the_textbook_one() -> None:

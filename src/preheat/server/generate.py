@@ -210,6 +210,8 @@ async def member(request: Request) -> Response:
 
 def hello_of(service: Service, start: str) -> Hello:
     """Return limits and contract. Raises NotReady or EngineDead if requests are not taken."""
+    if service.settings.pods:
+        raise InvalidRequest("A front is no pod: name the servers behind it")
     service.check_ready()
     frontend = service.frontend
     ready = msgspec.structs.replace(frontend.limits(), contract=frontend.contract, digest=frontend.state.digest)

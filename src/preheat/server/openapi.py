@@ -154,7 +154,7 @@ OPERATIONS = (
         EVENTS,
     ),
     _posted(GENERATE, generate.generate, generate.Generated, generate.GenerateRequest, (409, 504), EVENTS),
-    Operation(MEMBER, generate.member, None, None, (500, 503), bytes=True),
+    Operation(MEMBER, generate.member, None, None, (400, 500, 503), bytes=True),
     Operation("/v1/models", status.models, answers.ModelList),
     Operation("/v1/models/{model:path}", status.model, answers.ModelCard, None, (404,)),
     _posted("/v1/embeddings", embeddings.embeddings, EmbeddingList, EmbeddingRequest, (504,)),

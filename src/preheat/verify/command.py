@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING
 
 from preheat.core import Ready
@@ -163,6 +164,11 @@ def _printed(results: Iterable[PathResult], say: Say) -> list[PathResult]:
         found.append(result)
         say(line(result))
     return found
+
+
+def decoder(settings: Settings) -> Callable[[list[int]], str]:
+    """Return a function from token ids to their text, special tokens included."""
+    return partial(Tokenizer(find_tokenizer(settings)).decode, skip_special_tokens=False)
 
 
 def _encoded(settings: Settings, given: list[str | list[int]]) -> list[list[int]]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import msgspec
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from preheat.errors import SettingsError
 from preheat.settings import Settings
+from preheat.utils.adapters import lora_modules
 from preheat.utils.files import shown
 from preheat.verify.drive import Boot, Engine
 from preheat.verify.prompts import Prompt
@@ -24,8 +26,9 @@ class Compared(msgspec.Struct):
     """The answers to one prompt.
 
     ``equal`` of ``tokens`` tokens come before the first difference, at position ``first``. ``divergence`` is the mean
-    over these positions of the Kullback-Leibler divergence of the second distribution from the first, in nats, without
-    temperature or filters. ``distance`` is the largest difference of a logit.
+    over these positions of ``divergences``: the Kullback-Leibler divergence of the second distribution from the first,
+    in nats, without temperature or filters. ``distance`` is the largest difference of a logit. ``one`` and ``other``
+    are the answers' tokens.
     """
 
     prompt: int
@@ -34,6 +37,9 @@ class Compared(msgspec.Struct):
     first: int | None
     divergence: float
     distance: float
+    divergences: list[float] = []
+    one: list[int] = []
+    other: list[int] = []
 
     def line(self) -> str:
         first = "-" if self.first is None else str(self.first)
@@ -45,10 +51,22 @@ HEADER = f"{'prompt':>6} {'equal':>11} {'first':>6} {'divergence':>12} {'distanc
 
 
 class Both:
-    """Two engines: of ``settings``, and of ``settings`` with the options ``other``. Both are in memory at once."""
+    """Two engines: of ``settings``, and of ``settings`` with the options ``other``. Both are in memory at once.
 
-    def __init__(self, boot: Boot, settings: Settings, other: Settings) -> None:
-        self.one, self._other = Engine(boot, settings), Engine(boot, other)
+    ``adapters`` are the names of the adapters that the two answer with, empty for the model itself. Without ``other``
+    one engine answers with both. Raises SettingsError.
+    """
+
+    def __init__(
+        self, boot: Boot, settings: Settings, other: Settings | None, adapters: tuple[str, str] = ("", "")
+    ) -> None:
+        for name, those in zip(adapters, (settings, other or settings), strict=True):
+            _check_adapter(name, those)
+        if other is None and adapters[0] == adapters[1]:
+            raise SettingsError("preheat diff needs two configurations: give --other, --adapter or --other-adapter")
+        self.adapters = adapters
+        self.one = Engine(boot, settings)
+        self._other = self.one if other is None else Engine(boot, other)
         if self.one.pools or self._other.pools:
             raise SettingsError("preheat diff compares tokens, and an engine that pools generates none")
         if self.one.vocab_size != self._other.vocab_size:
@@ -60,7 +78,10 @@ class Both:
     def compare(self, prompts: Sequence[Prompt]) -> Iterator[Compared]:
         """Yield the comparison of each prompt; each runs alone."""
         for number, prompt in enumerate(prompts):
-            (tokens, logits), (others, changed) = (_answer(engine, prompt) for engine in (self.one, self._other))
+            (tokens, logits), (others, changed) = (
+                _answer(engine, replace(prompt, lora_name=name))
+                for engine, name in zip((self.one, self._other), self.adapters, strict=True)
+            )
             count = max(len(tokens), len(others))
             pairs = zip(tokens, others, strict=False)
             equal = next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(tokens), len(others)))
@@ -68,8 +89,16 @@ class Both:
             yield Compared(
                 number, count, equal, None if equal == count else equal,
                 sum(each for each, _ in distances) / max(len(distances), 1),
-                max((each for _, each in distances), default=0.0),
+                max((each for _, each in distances), default=0.0), [each for each, _ in distances], tokens, others,
             )  # fmt: skip
+
+
+def _check_adapter(name: str, settings: Settings) -> None:
+    """Raise SettingsError if ``settings`` serve no adapter ``name``."""
+    known = [module.name for module in lora_modules(settings.lora_modules)]
+    if name and name not in known:
+        said = f"but {', '.join(known)} are" if known else "and there is none: give --enable-lora and --lora-modules"
+        raise SettingsError(f"the adapter {name!r} is not among --lora-modules, {said}", param="lora_modules")
 
 
 def _answer(engine: Engine, prompt: Prompt) -> tuple[list[int], list[Tensor]]:
