@@ -71,10 +71,12 @@ class Fleet:
     def restore(self) -> None:
         """Start all that has ended, and wait until the front has both pods."""
         for place, child in enumerate(self.children):
-            with contextlib.suppress(ProcessLookupError):
-                child.send_signal(signal.SIGCONT)
             if child.poll() is not None:
                 self.start(place)
+                continue
+            for pid in (child.pid, *chaos.engines(child.pid)):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGCONT)
         end = time.monotonic() + READY_SECONDS
         while engines(self.port) < 2:
             for place, child in enumerate(self.children):
