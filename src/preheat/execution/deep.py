@@ -26,7 +26,7 @@ class DeepEmbeddings:
             kept.index_copy_(0, rows, each)
 
     def adder(self, tokens: Tensor) -> Deep:
-        """Return what adds to the residual stream of a step's ``tokens``, int32 [tokens].
+        """Return the adder for a step's ``tokens``, int32 [tokens].
 
         A token -2 - row is the row of an image (:meth:`preheat.backends.base.Operations.embed`).
         """

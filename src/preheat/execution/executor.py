@@ -548,7 +548,7 @@ class Executor:
         return Attended(out, residual, last)
 
     def _adder(self, inputs: StepInputs) -> Deep | None:
-        """Return what adds embeddings of images behind layers; None for a step without images, as far as it is known.
+        """Return the adder of deep embeddings; None for a step without images.
 
         Decoding rows have no image. Only a host looks at the tokens: a graph serves all steps.
         """

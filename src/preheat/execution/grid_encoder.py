@@ -24,7 +24,7 @@ from preheat.model.grid_vision import GridInput, GridTower, interpolated, patch_
 from preheat.plan.programs import Program, programs_of_images
 
 GRIDS = 64
-"""Grids whose numbers the host keeps."""
+"""Grids of the latest images: the host keeps their numbers."""
 
 
 class GridEncoder:

@@ -1,4 +1,4 @@
-"""The places of a prompt's tokens on three axes, for models whose tokens turn by them.
+"""The places of a prompt's tokens on three axes: time, row and column.
 
 A text goes on by one place on all axes with each token. An image begins at the place of the next token: all its cells
 have this place in time, and the place plus their row, and plus their column, on the other axes. The text behind the

@@ -1,4 +1,4 @@
-"""The sizes to which images of any size pad: so few programs encode all of them.
+"""The sizes of images of any size after padding. Few programs encode all of them.
 
 A rung is a number of cells (:mod:`preheat.model.grid_specs`). The rung of an image depends on the image alone, and on
 no option, so its embeddings do not either.
