@@ -18,6 +18,7 @@ from preheat.execution.whole_blocks import WholeBlocks
 from preheat.kv_transfer import client, messages, server
 from preheat.kv_transfer.client import Pull, Target
 from preheat.kv_transfer.line import Line
+from preheat.kv_transfer.sends import Sends
 from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.verify.drive import Engine
@@ -260,6 +261,22 @@ def test_the_answer_to_a_request_that_has_ended_changes_nothing(one, two, expect
     with two.sending():  # nobody has answered before
         check_places(one)
     assert one.stats.failures == before.failures and one.answers()[:2] == expected
+
+
+def test_a_server_closes_though_a_peer_waits_for_a_block(one, monkeypatch):
+    monkeypatch.setattr(server, "BLOCK_SECONDS", 1e6)
+    hello = one.loop.admission.pulls._hello()
+    sends = Sends(one.loop.sends._departures, lambda: hello, lambda: None)  # no loop fills the answer
+    serving = server.BlockServer(sends, "127.0.0.1", 0, b"")
+    target = Target(bytes(16), 0, memoryview(bytearray(16)), lambda: None)
+    pull = Pull(BlockSource("127.0.0.1", serving.port, LENGTH), b"", hello, [target], 60.0)
+    found = list[Any]()
+    thread = threading.Thread(target=lambda: found.append(pull.run()))
+    thread.start()
+    assert until(lambda: sends.pending)
+    serving.close()
+    thread.join()
+    assert found[0].reason == "lost" and not any(each.is_alive() for each in serving._peers)
 
 
 def test_another_key_is_not_heard(one, two, expected, monkeypatch):

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import socket
 import threading
+import time
 from contextlib import suppress
 from queue import Empty
 
@@ -113,7 +114,7 @@ class BlockServer:
         try:
             while True:
                 line.limit(BLOCK_SECONDS)
-                staged = answer.ready.get(timeout=BLOCK_SECONDS)
+                staged = self._next(answer)
                 if isinstance(staged, str):
                     break
                 self._send(line, answer, staged)
@@ -121,6 +122,16 @@ class BlockServer:
                 line.send_bytes(msgspec.msgpack.encode(Part(end=staged)))
         finally:
             self._sends.leave(answer)
+
+    def _next(self, answer: Answer) -> Staged | str:
+        """Wait for the next block. Raise Empty if it is late, or if the server closes."""
+        until = time.monotonic() + BLOCK_SECONDS
+        while True:
+            try:
+                return answer.ready.get(timeout=_LOOK_SECONDS)
+            except Empty:
+                if self._closing.is_set() or time.monotonic() > until:
+                    raise
 
     def _send(self, line: Line, answer: Answer, staged: Staged) -> None:
         try:
