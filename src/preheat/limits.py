@@ -116,7 +116,8 @@ def check_ends(settings: Settings) -> None:
 def more_states(settings: Settings) -> int:
     """Return the state slots beside one of each sequence, for a model with states."""
     drafts = 0 if settings.speculation is None else settings.speculation.tokens
-    needed = settings.enable_prefix_caching + drafts
+    keeps = settings.enable_prefix_caching and settings.mamba_cache_mode != "none"
+    needed = keeps + drafts
     if settings.max_kept_states is not None and needed:
         return settings.max_kept_states
     return needed * (settings.max_num_seqs or 0)

@@ -19,8 +19,13 @@ from preheat.model.families import read_spec
 from preheat.model.files import read_config
 from preheat.model.loader import load_model
 from preheat.ops.delta import DeltaRows
+from preheat.schedule.prefix import PrefixCache
+from preheat.settings import Settings
+from preheat.startup import boot_engine, planned
 from preheat.verify.boot import BootCheck
+from preheat.verify.cache_paths import nearly_equal
 from preheat.verify.check_runner import CheckRunner
+from preheat.verify.drive import Engine
 from preheat.verify.kept_states import KeptStates
 from preheat.warmup.record import Record
 from tests.cpu.checkpoints import MODELS, save_checkpoint, save_qwen3_5_with_images
@@ -250,6 +255,23 @@ def test_the_checks_see_a_fault(llm, monkeypatch):
         each.matrix.zero_()
         each.window.zero_()
     check.run("co-batched")
+
+
+def test_verify_counts_the_tokens_of_kept_states(checkpoint, monkeypatch):
+    """Control: a state under the neighboring hash changes answers."""
+    options = {"model": str(checkpoint[0]), "max_model_len": 128, "num_gpu_blocks_override": 100, "max_kept_states": 90}
+    engine = Engine(boot_engine, Settings.load(OPTIONS | options))
+    found = nearly_equal(engine, [])
+    assert found is not None and found.identical == found.prompts and "192 tokens from the prefix cache" in found.note
+    right = PrefixCache.key_at
+    monkeypatch.setattr(PrefixCache, "key_at", lambda self, *given: right(self, *given[:2], max(given[2] - SIZE, SIZE)))
+    wrong = nearly_equal(engine, [])
+    assert wrong is not None and wrong.identical < wrong.prompts
+
+
+def test_the_plan_names_the_memory_of_states(checkpoint):
+    text = planned(Settings.load({"model": str(checkpoint[0])} | OPTIONS))
+    assert "states: 9 slots of 30.75 KiB (4 of sequences, 4 for kept states and drafts, one for padding)" in text
 
 
 def test_the_text_part_of_a_model_with_images(tmp_path):

@@ -155,6 +155,8 @@ def test_settings() -> None:
     assert more_states(Settings.load({"max_num_seqs": 4} | drafts)) == 16
     assert more_states(Settings(max_num_seqs=4, enable_prefix_caching=False)) == 0
     assert more_states(Settings(max_num_seqs=4, max_kept_states=7)) == 7
+    assert more_states(Settings(max_num_seqs=4, mamba_cache_mode="none")) == 0
+    assert Ends.of(Settings(block_size=16, mamba_cache_mode="none")) == NO_ENDS
     assert Ends.of(own) == Ends(16)
     assert Ends.of(Settings(block_size=16, mamba_block_size=32, mamba_cache_mode="all")) == Ends(32, each=True)
     with pytest.raises(SettingsError, match="mamba_block_size 24 is no multiple of block_size 16"):

@@ -95,6 +95,7 @@ def plan(
         [
             *_head(made, sizes.kv_bytes_per_token, block_bytes),
             *_groups(made.limits, grouping, block_bytes),
+            *_states(made.limits, spec.state_bytes(4 if dtype == "float32" else 2)),
             *_weights(weights or {}, dtype),
             "",
             *_items(made),
@@ -139,6 +140,14 @@ def _groups(limits: Limits, grouping: Grouping, block_bytes: int) -> list[str]:
     whole = -(-length // size) * block_bytes * grouping.total // grouping.room
     each = f"each takes {format_bytes(need * block_bytes)}, and {format_bytes(whole)} without cache groups"
     return [*found, f"  {(limits.num_blocks - 1) // need:,} such sequences fit; {each}"]
+
+
+def _states(limits: Limits, state_bytes: int) -> list[str]:
+    """Return a line on the memory of states of ``state_bytes``; none for a model without states."""
+    if not state_bytes:
+        return []
+    slots = f"{limits.max_num_seqs:,} of sequences, {limits.states:,} for kept states and drafts, one for padding"
+    return [f"states: {limits.state_slots:,} slots of {format_bytes(state_bytes)} ({slots})"]
 
 
 def _weights(weights: Mapping[str, int], dtype: str) -> list[str]:

@@ -38,8 +38,9 @@ class Ends(NamedTuple):
     @classmethod
     def of(cls, settings: Settings) -> Ends:
         """Return the ends that ``settings`` ask for."""
+        keeps = settings.enable_prefix_caching and settings.mamba_cache_mode != "none"
         size = settings.mamba_block_size or settings.block_size or 0
-        return cls(size if settings.enable_prefix_caching else 0, settings.mamba_cache_mode == "all")
+        return cls(size if keeps else 0, settings.mamba_cache_mode == "all")
 
 
 NO_ENDS = Ends()
