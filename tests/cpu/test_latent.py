@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from preheat import LLM
@@ -202,3 +204,39 @@ def test_layers_that_predict_ahead_are_skipped(tmp_path: Path) -> None:
     save_checkpoint(MODELS["deepseek v3"], tmp_path)
     spec = read_spec(read_config(tmp_path) | {"num_nextn_predict_layers": 1})
     assert spec.ignored == (r"model\.layers\.3\..*",)
+
+
+def in_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Return codes and scales of blocks of 128 x 128, and the numbers that they stand for, written without our code."""
+    scales = torch.zeros(-(-weight.shape[0] // 128), -(-weight.shape[1] // 128))
+    codes, meant = torch.empty(weight.shape, dtype=torch.float8_e4m3fn), torch.empty_like(weight)
+    for row in range(scales.shape[0]):
+        for column in range(scales.shape[1]):
+            place = slice(128 * row, 128 * row + 128), slice(128 * column, 128 * column + 128)
+            scales[row, column] = weight[place].abs().max() / 448
+            codes[place] = (weight[place] / scales[row, column]).to(torch.float8_e4m3fn)
+            meant[place] = codes[place].float() * scales[row, column]
+    return codes, scales, meant
+
+
+@pytest.mark.parametrize("fault", [False, True])
+def test_maps_stored_in_float8_blocks_are_read_exactly(own: Checkpoint, tmp_path: Path, fault: bool) -> None:
+    """The stored module has the bits of a checkpoint of the numbers that it stands for; control: one other scale."""
+    tensors = load_file(own.folder / "model.safetensors")
+    stored, meant = dict(tensors), dict(tensors)
+    for name in [name for name in tensors if "kv_b_proj" in name]:
+        stored[name], scales, meant[name] = in_blocks(tensors[name])
+        scales[-1, 0] *= 1 + fault
+        stored[f"{name}_scale_inv"] = scales
+    names = ("q_proj", "q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "o_proj", "mlp", "lm_head")
+    method = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    method |= {"modules_to_not_convert": [f"re:.*{name}.*" for name in names]}
+    config, found = read_config(own.folder), []
+    for kind, weights in (("stored", stored), ("meant", meant)):
+        folder = tmp_path / kind
+        folder.mkdir()
+        more = {"quantization_config": method} if kind == "stored" else {}
+        (folder / "config.json").write_text(json.dumps(config | more))
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+        found.append(run(LLM(str(folder), **SETTINGS), prompts()[1:]))
+    assert differing(*found) == fault

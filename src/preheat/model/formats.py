@@ -16,6 +16,7 @@ from preheat.model.formats_fp4 import MxFp4, NvFp4
 from preheat.model.formats_gguf import GgufCodes
 from preheat.model.formats_quantized import Awq, Fp8, Gptq, Online, PackQuantized, Shape, expert_modules, reorder
 from preheat.model.formats_stacked import Stacked, StackedMxFp4
+from preheat.model.latent_specs import UpSpec
 from preheat.model.specs import STACKED, STACKED_MXFP4, ExpertsSpec, HeadSpec, LinearSpec, NormSpec, PatchSpec, leaves
 
 if TYPE_CHECKING:
@@ -169,7 +170,11 @@ def expected_tensors(spec: object, formats: Mapping[str, LinearFormat] = FORMATS
     """
     found: dict[str, Shape] = {}
     for _, leaf in leaves(spec):
-        if isinstance(leaf, LinearSpec | ExpertsSpec):
+        if isinstance(leaf, UpSpec) and leaf.scheme is not None:
+            parts = ((leaf.name, leaf.shape[0]),)
+            stored = LinearSpec(parts=parts, inputs=leaf.rank, format=leaf.format, scheme=leaf.scheme)
+            found |= formats[leaf.format].tensors(stored)
+        elif isinstance(leaf, LinearSpec | ExpertsSpec):
             found |= formats[leaf.format].tensors(leaf)
         elif leaf.params:
             found[f"{leaf.name}.weight"] = leaf.shape

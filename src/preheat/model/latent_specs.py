@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from preheat.ops.kinds import Scheme
+
 if TYPE_CHECKING:
     from preheat.model.specs import LinearSpec, NormSpec
 
@@ -14,7 +16,7 @@ class UpSpec:
     """The maps from a latent vector of ``rank`` numbers to the keys and the values of each head.
 
     The checkpoint's module ``name`` has ``stored_heads`` heads, each with ``key`` rows and then ``value`` rows. A shard
-    has the heads from ``first`` on.
+    has the heads from ``first`` on. ``format`` and ``scheme`` say how the module is stored; the maps are plain numbers.
     """
 
     name: str
@@ -24,6 +26,8 @@ class UpSpec:
     rank: int
     stored_heads: int
     first: int = 0
+    format: str = "plain"
+    scheme: Scheme | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

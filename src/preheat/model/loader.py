@@ -38,6 +38,7 @@ from preheat.model.adapters import ModelAdapterSlots, make_adapter_slots
 from preheat.model.config import RunDtype, resolve_dtype
 from preheat.model.files import find_model
 from preheat.model.formats import FORMATS, LinearFormat
+from preheat.model.formats_quantized import QuantizedFormat
 from preheat.model.grid_specs import GridVisionSpec, MergerSpec
 from preheat.model.grid_vision import GridVisionWeights, Merger
 from preheat.model.kv_scales import identity, resolve_scales, with_kv_dtype
@@ -93,7 +94,7 @@ from preheat.model.vision import VisionLayer, VisionWeights
 from preheat.ops.delta import DeltaWeights
 from preheat.ops.kinds import Scheme
 from preheat.ops.norm import ReplacingNorm
-from preheat.ops.quantization import QuantizedWeight, empty_weight, quantize_weight
+from preheat.ops.quantization import QuantizedWeight, empty_weight, plain, quantize_weight
 from preheat.ops.values import Dtype, WithoutTerms
 from preheat.settings import Settings
 
@@ -627,13 +628,23 @@ class WeightLoader:
     def up(self, spec: UpSpec) -> tuple[list[Linear], list[Linear]]:
         """Return the maps to keys and to values, a linear layer for each head."""
         value = latents_of(spec, self._dtype_name)
-        stored = self.tensor(f"{spec.name}.weight", *spec.shape).view(spec.stored_heads, -1, spec.rank)
+        stored = self._stored_up(spec).view(spec.stored_heads, -1, spec.rank)
         keys, vals = list[Linear](), list[Linear]()
         for head in stored[spec.first : spec.first + spec.heads]:
             key, val = head.split([spec.key, spec.value])
             keys.append(self.backend.layer(value.keys, LayerWeights(key.T.contiguous()), self._context))
             vals.append(self.backend.layer(value.values, LayerWeights(val.contiguous()), self._context))
         return keys, vals
+
+    def _stored_up(self, spec: UpSpec) -> Tensor:
+        """Return the maps of all heads; each product of a code and its scale is rounded to the dtype once."""
+        if spec.scheme is None:
+            return self.tensor(f"{spec.name}.weight", *spec.shape)
+        stored = self._formats[spec.format]
+        assert isinstance(stored, QuantizedFormat)
+        weight = self.empty_weight(spec.scheme, *spec.shape)
+        stored.read(spec.name, weight, self)
+        return plain(weight).to(self.dtype)
 
     def tensor(self, name: str, *shape: int) -> Tensor:
         """Return the checkpoint's tensor ``name``."""

@@ -18,6 +18,7 @@ from preheat.backends.base import Facts
 from preheat.errors import ModelError, SettingsError
 from preheat.model import unread
 from preheat.model.gguf.kinds import GROUP, PACKED
+from preheat.model.latent_specs import UpSpec
 from preheat.model.specs import (
     STACKED,
     STACKED_MXFP4,
@@ -219,6 +220,8 @@ def _walked(node: T, says: Named, routers: bool) -> T:
         changed = _linear(node, says)
     elif isinstance(node, ExpertsSpec):
         changed = _experts(node, says)
+    elif isinstance(node, UpSpec):
+        changed = _up(node, says)
     elif isinstance(node, GateSpec):
         if routers and says(node.name) is not None:
             raise ModelError(f"quantization of {node.name} is not supported: it must be among the modules to ignore")
@@ -239,6 +242,16 @@ def _linear(spec: LinearSpec, says: Named) -> LinearSpec:
     stored = stored.fitted(spec.inputs)
     for name, outputs in spec.parts:
         _check_sizes(name, stored, outputs, spec.inputs)
+    return replace(spec, format=stored.format, scheme=stored.scheme)
+
+
+def _up(spec: UpSpec, says: Named) -> UpSpec:
+    """Return the maps of latent vectors with the storage of their module; quantized while loading, they stay plain."""
+    stored = says(spec.name)
+    if stored is None or stored.format == MADE:
+        return spec
+    stored = stored.fitted(spec.rank)
+    _check_sizes(spec.name, stored, *spec.shape)
     return replace(spec, format=stored.format, scheme=stored.scheme)
 
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from preheat.verify.random_models import EVEN, WHOLE_NORMS, WITH_STATES, write_draft
+from preheat.verify.random_models import EVEN, WHOLE_NORMS, WITH_SINKS, WITH_STATES, write_draft
 
 HOST_GIB = 0.02
 
@@ -37,7 +37,8 @@ def random_features(draw: random.Random, folder: Path, config: dict[str, Any] | 
     both, loaded = dict[str, Any](), dict[str, Any]()
     if config is not None and config["architectures"][0] in WITH_STATES:
         return _with_states(draw, folder, config)
-    if config is not None and "quantization_config" not in config and draw.random() < 0.15:
+    plain = config is not None and "quantization_config" not in config and config["architectures"][0] != WITH_SINKS
+    if plain and draw.random() < 0.15:
         both["quantization"] = "fp8"
     if draw.random() < 0.2:
         both["kv_cache_dtype"] = draw.choice(("fp8", "fp8_e5m2"))
@@ -86,5 +87,5 @@ def _divides(config: dict[str, Any]) -> bool:
     names = ("intermediate_size", "vocab_size", "moe_intermediate_size", "shared_expert_intermediate_size")
     heads = config["num_attention_heads"] % 4 == config["num_key_value_heads"] % 2 == 0
     plain = "attn_config" not in config and "quantization_config" not in config
-    plain = plain and config["architectures"][0] not in WHOLE_NORMS
+    plain = plain and config["architectures"][0] not in (*WHOLE_NORMS, WITH_SINKS)
     return heads and plain and all(config.get(name, 0) % EVEN == 0 for name in names)

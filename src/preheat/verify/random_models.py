@@ -31,6 +31,7 @@ WITH_EXPERTS = (
 )
 WITH_WINDOWS, WITH_ALIBI = "Gemma3ForCausalLM", "MptForCausalLM"
 WITH_LATENTS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
+WITH_SINKS, WITH_SIZES = "GptOssForCausalLM", "Gemma4ForCausalLM"
 WITH_STATES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
 """Families with a state in most layers."""
 
@@ -41,7 +42,9 @@ SOMETIMES_WINDOWS = (*DENSE[1:], "MixtralForCausalLM", "Qwen3MoeForCausalLM")
 A field that a family does not read is an error.
 """
 
-FAMILIES = (*DENSE, *LLAMA_LIKE, *WITH_EXPERTS, *WITH_LATENTS, WITH_WINDOWS, WITH_ALIBI, *WITH_STATES)
+FAMILIES = (
+    *DENSE, *LLAMA_LIKE, *WITH_EXPERTS, *WITH_LATENTS, WITH_WINDOWS, WITH_ALIBI, *WITH_STATES, WITH_SINKS, WITH_SIZES
+)  # fmt: skip
 HEAD_RATIOS = (1, 2, 3, 4, 5, 6, 7, 8)
 HEAD_DIMS = (16, 24, 32, 40, 64, 80, 96, 128, 256)
 POSITIONS = 1_024
@@ -114,6 +117,12 @@ def _of_its_own(draw: random.Random, config: dict[str, Any], even: bool) -> dict
     if family in LLAMA_LIKE:
         return found | _beside_llama(draw, family, dim, layers)
     narrow, wide = draw.randrange(1, 64), draw.randrange(64, 600)
+    if family == WITH_SINKS:
+        kinds = [draw.choice(("full_attention", "sliding_attention")) for _ in range(layers)]
+        return found | {"sliding_window": draw.choice((narrow, wide)), "layer_types": kinds, "num_local_experts": 4,
+                        "num_experts_per_tok": draw.randint(1, 4)}  # fmt: skip
+    if family == WITH_SIZES:
+        return found | _sizes(draw, config, even) | {"sliding_window": draw.choice((narrow, wide))}
     if family == WITH_WINDOWS:
         window = draw.choice((narrow, wide))
         found |= {"sliding_window": window, "sliding_window_pattern": draw.randint(2, 3), "query_pre_attn_scalar": dim}
@@ -189,6 +198,27 @@ def _experts(draw: random.Random, family: str, layers: int, even: bool) -> dict[
         "norm_topk_prob": draw.random() < 0.7, "decoder_sparse_step": draw.randint(1, min(layers, 2)),
         "mlp_only_layers": [],
     }  # fmt: skip
+
+
+def _sizes(draw: random.Random, config: dict[str, Any], even: bool) -> dict[str, Any]:
+    """Return the fields of a model with heads of two sizes; some have inputs of each layer, others experts."""
+    dim, heads, layers = config["head_dim"], config["num_attention_heads"], draw.randint(2, 5)
+    kinds = [draw.choice(("full_attention", "sliding_attention")) for _ in range(layers - 1)] + ["full_attention"]
+    shares = [count for count in range(layers) if {*kinds[layers - count :]} <= {*kinds[: layers - count]}]
+    found = {
+        "num_hidden_layers": layers, "layer_types": kinds, "attention_k_eq_v": draw.random() < 0.5,
+        "global_head_dim": 2 * dim if 2 * dim * heads <= WIDEST and dim < 256 else dim,
+        "num_global_key_value_heads": draw.choice((config["num_key_value_heads"], 2 if even else 1)),
+        "num_kv_shared_layers": draw.choice(shares), "use_double_wide_mlp": draw.random() < 0.5,
+        "final_logit_softcapping": draw.choice((None, 30.0)), "hidden_size_per_layer_input": draw.choice((0, 16, 24)),
+        "vocab_size_per_layer_input": WIDEST,
+    }  # fmt: skip
+    if heads % found["num_global_key_value_heads"]:
+        found["num_global_key_value_heads"] = config["num_key_value_heads"]
+    if not found["hidden_size_per_layer_input"] and draw.random() < 0.7:
+        found |= {"enable_moe_block": True, "num_experts": draw.choice((4, 6, 8)), "top_k_experts": draw.randint(1, 4),
+                  "moe_intermediate_size": _width(draw, 200, even)}  # fmt: skip
+    return found
 
 
 def _latent(draw: random.Random, family: str, config: dict[str, Any], even: bool) -> dict[str, Any]:
