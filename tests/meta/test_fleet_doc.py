@@ -1,0 +1,32 @@
+"""The table of docs/fleet.md has the figures of the recorded runs."""
+
+import json
+
+from tests.meta.source import ROOT
+
+
+def figures(name: str) -> dict:
+    return json.loads((ROOT / "benchmarks" / "results" / f"{name}.json").read_text())["figures"]
+
+
+def rows() -> list[str]:
+    """Return the rows of the table, as the records have them."""
+    every, faults, ray = (figures(name) for name in ("chaos_every", "chaos_faults", "chaos_ray"))
+    moved = f"{every['moved']:,.0f} sequences moved, {every['streams_cut_at_places']:,} places of streams"
+    left = f"{faults['hung']} clients hung, {faults['held']} blocks held, {faults['processes_left']} processes left"
+    rate = f"{ray['through']['items_per_s']} items/s through the ingress"
+    cells = [
+        (f"kill -9 at each of {every['kills']} places of {every['requests']} requests", every["answers"],
+         every["differing"], f"{moved}; p99 of the pauses {every['pause_p99_s']:.1f} s"),
+        (f"{faults['faults']} faults of {len(faults['by_fault'])} kinds", faults["answers"], faults["differing"],
+         f"{left}; {faults['cut_by_a_killed_front']} answers cut by a killed front"),
+        (f"a replica of Ray Serve is killed under {ray['requests']} requests", ray["requests"], len(ray["differing"]),
+         f"longest pause {ray['longest_pause_s']:.1f} s; {rate}"),
+    ]  # fmt: skip
+    return [f"| {run} | {answers:,} | {differ} | {more} |" for run, answers, differ, more in cells]
+
+
+def test_the_table_has_the_recorded_figures() -> None:
+    text = (ROOT / "docs" / "fleet.md").read_text()
+    for row in rows():
+        assert row in text, row
