@@ -101,8 +101,14 @@ def move_everything(scheduler: Scheduler) -> Swaps:
     return Swaps(pairs, padded_size(len(pairs)))
 
 
-def test_moving_every_block_at_every_step_changes_no_bit(expected: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+def at_every_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Move everything before every step. A loop asks for no compaction beside a step unless blocks are scattered."""
     monkeypatch.setattr(Scheduler, "compact", move_everything)
+    monkeypatch.setattr(Scheduler, "scattered", True)
+
+
+def test_moving_every_block_at_every_step_changes_no_bit(expected: Seen, monkeypatch: pytest.MonkeyPatch) -> None:
+    at_every_step(monkeypatch)
     llm = LLM(**TIGHT)
     assert bits(llm) == expected
     assert llm.loop.scheduler.stats().preemptions > 0
@@ -120,7 +126,7 @@ def forgets_tables(self: RunningSequences, pairs: np.ndarray) -> None:
 def test_control_a_swap_of_one_without_the_other_is_noticed(
     expected: Seen, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(Scheduler, "compact", move_everything)
+    at_every_step(monkeypatch)
     if fault == "tables":
         monkeypatch.setattr(RunningSequences, "swap", forgets_tables)
     else:
@@ -134,7 +140,7 @@ def test_reading_in_place_changes_no_bit(monkeypatch: pytest.MonkeyPatch) -> Non
     assert bits(llm, 8, 280) == right
     stats = llm.loop.scheduler.stats()
     assert min(stats.prefix_hits, stats.blocks_moved) > 0
-    monkeypatch.setattr(Scheduler, "compact", move_everything)
+    at_every_step(monkeypatch)
     assert bits(LLM(**IN_PLACE, contiguous_pa=True), 8, 280) == right
 
 
