@@ -47,7 +47,8 @@ class Rule(Function):
 
     ``claimed`` is the number of heads that threads have begun, 0 before the first one.
     ``rows`` are integers of 64 bits [count, 5]: the slots to read and to write, the first token, the number of tokens,
-    and whether the row begins its sequence.
+    and whether the row begins its sequence. A thread takes a head through all rows in their order, so a row may read
+    the slot that a row before it wrote.
     """
 
     def __init__(self, module: ir.Module, value: Recurrence) -> None:
