@@ -249,3 +249,18 @@ def test_requests_of_a_member_with_wrong_results_wait_for_no_other() -> None:
     assert tested.drop(faulty) == [0, 2]
     assert tested.drop(faulty) == [] and not tested.waiting()
     assert [each.id for each in tested.resumed()] == [1]
+
+
+def test_a_request_that_its_owner_lost_alone_goes_on_behind_its_tokens_and_not_for_ever() -> None:
+    journal, owner = Journal(), Owner(0, 0)
+    for id in (1, 2):
+        journal.sent(request(id), owner)
+    journal.seen(Delta(started={1: 0, 2: 0}, ids=[1, 2], tokens=[101, 201]), owner)
+    for _ in range(MOST_MOVES):
+        again = journal.again(1)
+        assert again is not None and again.delivered == [101]
+        journal.sent(again, owner)
+    assert journal.again(1) is None and len(journal) == 1
+    assert journal.seen(Delta(ids=[1], tokens=[102]), owner).ids == []  # its late token does not count
+    (other,) = journal.lost(owner).again
+    assert other.delivered == [201]
