@@ -383,6 +383,6 @@ def main(words: Sequence[str]) -> None:
     print(
         f"{figures['kills']} kills, {figures['moved']:.0f} sequences moved, {differing} of {figures['answers']} differ"
     )
-    print(save("chaos_every" if args.every else "chaos", figures))
+    print(save("chaos_every" if args.every else "chaos_stop" if args.signal == "STOP" else "chaos", figures))
     if differing:
         sys.exit(1)
