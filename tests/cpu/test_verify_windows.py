@@ -55,7 +55,7 @@ def test_a_window_that_no_sequence_is_longer_than_is_left_out(folder):
 
 def in_all_rows(patch, more):
     right = attention.Heads
-    patch.setattr(attention, "Heads", lambda window, *rest: right(window and window + more, *rest))
+    patch.setattr(attention, "Heads", lambda window, *rest, **by: right(window and window + more, *rest, **by))
 
 
 def in_rows_that_are_read(patch, more):
