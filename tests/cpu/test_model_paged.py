@@ -142,7 +142,7 @@ def test_the_comparison_of_bits_can_fail(tmp_path):
 
 
 def taken(attended: Attended, tokens: Tensor) -> Attended:
-    return Attended(*(states[tokens] for states in attended))
+    return attended.map(lambda states: states[tokens])
 
 
 def test_tokens_that_go_on_alone_have_the_bits_that_they_have_among_all(tmp_path):
