@@ -1,9 +1,11 @@
-"""Texts a second of engines of embeddings on a CPU, and the time of a single query, in turns.
+"""Texts a second of engines of embeddings, and the time of a single query, in turns.
 
-    python -m benchmarks encoders [--models minilm bge-base] [--texts 2000] [--queries 40] [--runs 3]
+    python -m benchmarks encoders [--models minilm bge-base bge-large] [--texts 2000] [--queries 40] [--runs 3]
         [--python sentence-transformers=ENVIRONMENT/bin/python --python onnxruntime=ENVIRONMENT/bin/python]
+    python -m benchmarks encoders --device cuda --models bge-large [--python sentence-transformers=...]
 
-Models are random, of the shapes of all-MiniLM-L6-v2 and bge-base, and pool the mean. Each engine is a process of its
+Models are random, of the shapes of all-MiniLM-L6-v2, bge-base and bge-large, and pool the mean. On a GPU preheat and
+sentence-transformers run in bfloat16 alone, with larger batches. Each engine is a process of its
 own with the same weights, texts and threads, in float32. A turn runs each engine once, and all other engines are
 stopped meanwhile (SIGSTOP). Texts have 20 to 300 tokens, queries 16. Tokenizing is part of the time. Reported are the
 best and the median of the turns. Peers live in environments of their own, which `--python` names; without one the peer
@@ -41,7 +43,9 @@ ENGINES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
 SHAPES: Mapping[str, Mapping[str, int]] = {
     "minilm": {"hidden_size": 384, "intermediate_size": 1536, "num_hidden_layers": 6, "num_attention_heads": 12},
     "bge-base": {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12},
+    "bge-large": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16},
 }
+ON_A_GPU = ("preheat bf16", "sentence-transformers bf16")
 VOCABULARY, QUERY = 30522, 16
 
 
@@ -78,7 +82,9 @@ def write_model(shape: Mapping[str, int], folder: Path) -> None:
 
 
 @contextmanager
-def children(model: str, names: Sequence[str], pythons: Mapping[str, str], threads: int) -> Iterator[list[Child]]:
+def children(
+    model: str, names: Sequence[str], pythons: Mapping[str, str], threads: int, device: str
+) -> Iterator[list[Child]]:
     """Start the engines one after the other."""
     with ExitStack() as stack:
         root = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -89,7 +95,7 @@ def children(model: str, names: Sequence[str], pythons: Mapping[str, str], threa
             (room := root / str(number)).mkdir()
             task = {"engine": kind, "folder": str(root / "model"), "room": str(room), "options": options}
             python = pythons.get(kind, sys.executable)
-            child = Child(name, task | {"threads": threads}, python, room / "log", CHILD)
+            child = Child(name, task | {"threads": threads, "device": device}, python, room / "log", CHILD)
             stack.callback(child.close)
             started.append(child)
             print(f"{model}: {name} is ready after {child.ready:.1f} s", flush=True)
@@ -138,8 +144,9 @@ def check_alike(vectors: Mapping[str, Sequence[float]]) -> None:
 
 def main(words: Sequence[str]) -> None:
     flags = parser(__doc__, __name__)
-    flags.add_argument("--models", nargs="+", choices=SHAPES, default=list(SHAPES))
-    flags.add_argument("--engines", nargs="+", choices=ENGINES, default=list(ENGINES), metavar="NAME")
+    flags.add_argument("--models", nargs="+", choices=SHAPES, default=["minilm", "bge-base"])
+    flags.add_argument("--engines", nargs="+", choices=ENGINES, default=None, metavar="NAME")
+    flags.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     flags.add_argument("--texts", type=int, default=2000)
     flags.add_argument("--queries", type=int, default=40)
     flags.add_argument("--runs", type=int, default=3)
@@ -148,12 +155,21 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--note", default="", help="remark that is kept with the result")
     args = flags.parse_args(words)
     pythons = dict(each.split("=", 1) for each in args.python)
-    without = [name for name in args.engines if ENGINES[name][0] not in ("preheat", *pythons)]
-    names = [name for name in args.engines if name not in without]
-    facts = {"threads": args.threads, "texts": args.texts, "queries": args.queries, "runs": args.runs}
+    asked = args.engines or (list(ENGINES) if args.device == "cpu" else list(ON_A_GPU))
+    if wrong := sorted({*asked} - {*ON_A_GPU}) if args.device == "cuda" else []:
+        flags.error(f"--engines {wrong[0]} is for a CPU: with --device cuda give {', '.join(ON_A_GPU)}")
+    without = [name for name in asked if ENGINES[name][0] not in ("preheat", *pythons)]
+    names = [name for name in asked if name not in without]
+    facts = {
+        "device": args.device,
+        "threads": args.threads,
+        "texts": args.texts,
+        "queries": args.queries,
+        "runs": args.runs,
+    }
     cases = {}
     for model in args.models:
-        with children(model, names, pythons, args.threads) as some:
+        with children(model, names, pythons, args.threads, args.device) as some:
             cases[model] = measured(some, args.texts, args.queries, args.runs)
         print(model, *(f"\n  {name:28} {json.dumps(each)}" for name, each in cases[model].items()), flush=True)
     print(save("encoders", facts | {"left_out": without, "note": args.note, "cases": cases}))

@@ -46,7 +46,7 @@ the head is used, as with transformers 5.
 ENCODERS_HEAD = """
 ## Encoders
 
-An encoder turns a text into vectors: [embeddings](embeddings.md#encoders). It runs on a CPU, on one rank, and its
+An encoder turns a text into vectors: [embeddings](embeddings.md#encoders). It runs on a CPU or a GPU, on one rank. Its
 vectors and scores are compared with transformers (float32, cosine at least 0.99999): `tests/cpu/test_encoders.py`.
 
 """
@@ -131,7 +131,8 @@ def _encoders() -> str:
     found = []
     for family, make in ENCODERS.items():
         names = "<br>".join(f"`{family}{head}`" for head in ENCODER_HEADS if encoder_name(f"{family}{head}"))
-        found.append([names, " ".join((make.__doc__ or "").partition("\n\n")[0].split()), "yes", "not yet"])
+        about = " ".join((make.__doc__ or "").partition("\n\n")[0].split())
+        found.append([names, about, "yes", "not yet" if family == "MPNet" else "kernels interpreted, never run"])
     return "".join(map(_line, [*rows, *found]))
 
 

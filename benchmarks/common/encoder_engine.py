@@ -1,4 +1,4 @@
-"""One engine of embeddings on a CPU, for :mod:`benchmarks.encoders`, in the environment that has it.
+"""One engine of embeddings, for :mod:`benchmarks.encoders`, in the environment that has it.
 
 The first line of stdin is the task, in JSON. Each further line is a load of texts. The seconds of each load go to
 stdout: of all texts together, or the median of the texts one by one. Only the class of preheat imports preheat.
@@ -13,8 +13,8 @@ import sys
 import time
 from typing import Any
 
-BATCH = 32
-"""Texts of a padded batch, as sentence-transformers has it."""
+BATCH = {"cpu": 32, "cuda": 256}
+"""Texts of a padded batch; on a CPU as sentence-transformers has it."""
 
 
 class Preheat:
@@ -23,7 +23,9 @@ class Preheat:
     def __init__(self, task: dict[str, Any]) -> None:
         from preheat import LLM
 
-        self.llm = LLM(task["folder"], num_threads=task["threads"], max_num_seqs=BATCH, **task["options"])
+        device = task["device"]
+        own = {"max_num_batched_tokens": 16384} if device == "cuda" else {"num_threads": task["threads"]}
+        self.llm = LLM(task["folder"], device=device, max_num_seqs=BATCH[device], **own, **task["options"])
 
     def embed(self, texts: list[str]) -> Any:
         return [each.outputs.embedding for each in self.llm.embed(texts, use_tqdm=False)]
@@ -37,12 +39,13 @@ class SentenceTransformers:
         from sentence_transformers import SentenceTransformer
 
         torch.set_num_threads(task["threads"])
+        self.batch = BATCH[task["device"]]
         self.model = SentenceTransformer(
-            task["folder"], device="cpu", model_kwargs={"dtype": getattr(torch, task["options"]["dtype"])}
+            task["folder"], device=task["device"], model_kwargs={"dtype": getattr(torch, task["options"]["dtype"])}
         )
 
     def embed(self, texts: list[str]) -> Any:
-        return self.model.encode(texts, batch_size=BATCH, show_progress_bar=False)
+        return self.model.encode(texts, batch_size=self.batch, show_progress_bar=False)
 
 
 class OnnxRuntime:
@@ -79,8 +82,8 @@ class OnnxRuntime:
         import numpy as np
 
         order, found = sorted(range(len(texts)), key=lambda place: -len(texts[place])), {}
-        for first in range(0, len(order), BATCH):
-            some = order[first : first + BATCH]
+        for first in range(0, len(order), BATCH["cpu"]):
+            some = order[first : first + BATCH["cpu"]]
             given = self.tokenizer([texts[place] for place in some], padding=True, return_tensors="np")
             (states, *_) = self.session.run(None, {name: given[name].astype(np.int64) for name in self.names})
             seen = given["attention_mask"][:, :, None].astype(np.float32)

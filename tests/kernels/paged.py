@@ -34,6 +34,7 @@ class Bucket:
     stored: torch.dtype | None = None  # dtype of the cache, if another one; keys and values then have scales
     scales: tuple[float, float] = (1.0, 1.0)
     sinks: bool = False
+    sides: bool = False
 
     def lasts(self, device="cpu"):
         """Return a sink for each head, fp32 [heads], or None without sinks."""
@@ -188,11 +189,12 @@ class Pages:
             self.shape.heads, self.shape.kv_heads, config or prefill_config(self.shape.dim, self.shape.dtype)
         )  # fmt: skip
         first = np.array([p for _, p, _ in work])
-        tiles, count = self._pieces(prefill_tiles(np.cumsum(extends) - extends, extends, first, tile), spare)
+        starts, sides = np.cumsum(extends) - extends, self.shape.sides
+        tiles, count = self._pieces(prefill_tiles(starts, extends, first, tile, sides=sides), spare)
         scale, more = self._scales
         prefill_attention(
             q, self.cache, self.table, slots, positions, tiles, count, out, scale,
-            self.shape.window, split=split, config=config, **more,
+            self.shape.window, split=split, config=config, sides=sides, **more,
         )  # fmt: skip
         return out
 
@@ -207,9 +209,9 @@ class Pages:
         q, (k, v) = self.qkv[i][:, : shape.heads].double(), (self.stored(self.qkv[i]).double() * scales).unbind(1)
         k, v = k.repeat_interleave(group, 1), v.repeat_interleave(group, 1)
         position = torch.arange(n, device=self.device)
-        seen = position[None] <= position[:, None]
+        seen = (position[None] <= position[:, None]) | shape.sides
         if shape.window:
-            seen &= position[None] > position[:, None] - shape.window
+            seen &= (position[None] - position[:, None]).abs() < shape.window
         scores = torch.einsum("qhd,khd->hqk", q, k) * shape.dim**-0.5
         if shape.alibi:
             scores += shape.slopes(self.device).double()[:, None, None] * (position[None] - position[:, None])

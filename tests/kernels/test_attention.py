@@ -65,6 +65,30 @@ def test_rows_with_drafts_have_the_same_bits(whole, width):
     assert torch.equal(made.verify(work, width, SPLIT, room=3), expected)  # each tile walks its context alone
 
 
+TWO_SIDES = [
+    Bucket(sides=True),
+    Bucket(heads=2, kv_heads=2, dim=32, dtype=torch.float32, window=70, sides=True),
+    Bucket(heads=3, kv_heads=1, dim=24, dtype=torch.float32, window=9, sides=True),
+]
+
+
+@pytest.mark.parametrize("shape", TWO_SIDES, ids=str)
+def test_both_sides_of_whole_texts(shape):
+    """Right against float64, at each edge of a window; texts beside it, tiles and warps change no bit."""
+    made = pages(shape)
+    texts = [(i, 0, n) for i, n in enumerate(made.lengths)]
+    outputs = made.prefill(texts, SPLIT).split(made.lengths)
+    for i, out in enumerate(outputs):
+        assert relative_error(out, made.exact(i)) < ROUNDING[shape.dtype]
+    turned = made.prefill(texts[::-1], SPLIT, AttentionConfig(rows=32, warps=8, stages=2)).split(made.lengths[::-1])
+    assert all(torch.equal(one, other) for one, other in zip(outputs, turned[::-1], strict=True))
+    alone = made.prefill(texts[2:], SPLIT, AttentionConfig(rows=16, warps=4, stages=2), spare=0)
+    assert torch.equal(alone, outputs[2])
+    made.shape = dataclasses.replace(shape, sides=False)  # the comparisons see queries without the keys behind them
+    assert relative_error(outputs[2], made.exact(2)) > 0.01
+    assert not torch.equal(made.prefill(texts[2:], SPLIT), outputs[2])
+
+
 def test_chunks_tiles_and_programs_change_no_bits(whole):
     _, made, outputs = whole
     chunks = [made.prefill([(2, 100, 30), (1, 0, 1)], SPLIT, AttentionConfig(rows=32, warps=8, stages=2))[:30]]

@@ -212,6 +212,18 @@ def test_embeddings_may_be_scaled_and_know_their_position(dtype, scale):
 
 
 @DTYPES
+def test_embeddings_know_their_type_and_position(dtype):
+    """The row of the type is added before the row of the position: another order rounds in another way."""
+    table, types, learned = (random(size, 1100, dtype=dtype, seed=size) for size in (50, 3, 9))
+    tokens, at = torch.tensor([7, 50, 149], dtype=torch.int32), torch.tensor([8, 0, 5], dtype=torch.int32)
+    rows, nothing = torch.empty(3, 1100, dtype=dtype), torch.zeros(3, dtype=torch.int32)
+    for positions in (None, learned):
+        embed(tokens, nothing, nothing, table, rows, positions=positions, at=at, types=types)
+        assert torch.equal(rows, embedding.embed(tokens, table, positions=positions, at=at, types=types))
+    assert not torch.equal(rows, (table[tokens % 50] + learned[at]) + types[tokens // 50])
+
+
+@DTYPES
 @pytest.mark.parametrize("scale", [None, 7.3])
 def test_embeddings_of_images_are_taken_where_ids_say_so(dtype, scale):
     table, images = random(50, 1100, dtype=dtype), random(6, 1100, dtype=dtype, seed=1)

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preheat.backends.cuda.work import decode_work, prefill_tiles, steady_steps
+from preheat.backends.cuda.work import BEHIND, decode_work, prefill_tiles, steady_steps
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 256])
@@ -35,6 +35,8 @@ def test_runs_are_cut_into_tiles_the_costliest_first():
     tiles = prefill_tiles(starts, extends, positions, 16)
     assert tiles.dtype == np.int32
     assert tiles.tolist() == [[0, 5], [37, 1], [38, 16], [21, 16], [5, 16]]
+    both = prefill_tiles(starts, extends, np.zeros(3, int), 16, sides=True)
+    assert both.tolist() == [[5, 16 + 17 * BEHIND], [21, 16 + BEHIND], [37, 1], [38, 16], [0, 5]]
 
 
 def test_nothing_is_cut_into_nothing():

@@ -134,6 +134,8 @@ def attention(hardware: Hardware) -> Iterator[tuple[str, Work]]:
         for window in (None, 4096):
             yield f"prefill {name}, window {window}", lambda q=q, p=places, v=value_scale, w=window, c=config: (
                 paged.prefill_attention(q, *p, 0.1, w, value_scale=v, config=c))  # fmt: skip
+        yield f"prefill {name}, both sides", lambda q=q, p=places, v=value_scale, c=config: (
+            paged.prefill_attention(q, *p, 0.1, 64, value_scale=v, config=c, sides=True))  # fmt: skip
         yield f"rope {name}", lambda c=cache, d=dtype, s=(None if value_scale is None else (1.0, 1.0)), h=(heads, kv, dim): (  # noqa: E501
             _rope(c, d, s, *h))  # fmt: skip
 

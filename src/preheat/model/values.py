@@ -175,7 +175,8 @@ def caches_of(spec: ModelSpec, dtype: Dtype) -> Iterator[tuple[str, Cache]]:
         if not kv.num_kv_heads:
             continue
         stored = dtype if kv.dtype == "auto" else kv.dtype
-        yield f"layers.{number}.attention", Cache(head_dim=kv.head_dim, dtype=stored, model=dtype)
+        cache = Cache(head_dim=kv.head_dim, dtype=stored, model=dtype, distances=spec.distances is not None)
+        yield f"layers.{number}.attention", cache
 
 
 def check_supported(spec: ModelSpec, dtype: Dtype, supports: Callable[[Value], Support]) -> None:

@@ -215,11 +215,15 @@ class Experts:
 
 @dataclass(frozen=True, kw_only=True)
 class Cache:
-    """The KV cache of a layer: heads of ``head_dim`` numbers of ``dtype``, of a model of dtype ``model``."""
+    """The KV cache of a layer: heads of ``head_dim`` numbers of ``dtype``, of a model of dtype ``model``.
+
+    ``distances``: scores have biases by distance.
+    """
 
     head_dim: int
     dtype: str
     model: Dtype
+    distances: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

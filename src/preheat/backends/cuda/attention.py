@@ -47,7 +47,10 @@ A step with more queries may let each tile walk its context alone, and then need
 
 
 class CudaAttention:
-    """Attention of a model with equal heads in all layers; windows may differ between layers."""
+    """Attention of a model with equal heads in all layers; windows may differ between layers.
+
+    All layers are causal, or all see both sides; a row of the step is then a whole text.
+    """
 
     def __init__(
         self,
@@ -62,6 +65,7 @@ class CudaAttention:
         self._layers, self._split, self._max_len = layers, split, limits.max_model_len
         config = prefill_config(first.head_dim, first.dtype)
         self._tile = tile or query_tile(first.num_heads, first.num_kv_heads, config)
+        self._sides = not first.causal
         self._windows = sorted({layer.window for layer in layers}, key=lambda window: window or 0)
         self._max_splits = -(-limits.max_model_len // split)
         self.table = DeviceTable(limits.max_num_seqs, limits.max_blocks_per_seq, HOST_COPIES, backend)
@@ -104,7 +108,7 @@ class CudaAttention:
         if len(single) < len(extend):
             longer = (extend > 1).nonzero()[0]
             starts = step.ends[longer] - extend[longer]
-            tiles = prefill_tiles(starts, extend[longer], step.first[longer], self._tile)
+            tiles = prefill_tiles(starts, extend[longer], step.first[longer], self._tile, sides=self._sides)
         splits = [decode_work(token_index, positions, self._split, window) for window in self._windows]
         steady = min((steady_steps(positions, self._split, window) for window in self._windows), default=self._max_len)
         return AttentionWork([tiles, *splits], steady, table_writes=-1)
@@ -146,7 +150,7 @@ class CudaAttention:
             if len(tiles):
                 prefill_attention(
                     query, layer.cache, table, slots, positions, tiles, counts[0:1], out, scale, window,
-                    split=self._split, alibi=layer.alibi, value_scale=value_scale, sinks=layer.sinks,
+                    split=self._split, alibi=layer.alibi, value_scale=value_scale, sinks=layer.sinks, sides=self._sides,
                 )  # fmt: skip
             at = 1 + self._windows.index(window)
             decode_attention(

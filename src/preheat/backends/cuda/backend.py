@@ -281,10 +281,9 @@ class CudaBackend:
         images: Tensor | None = None,
         types: Tensor | None = None,
     ) -> None:
-        assert types is None, "no encoder runs on this device"
         embed(
             inputs.tokens, inputs.slots, last_token, table, out,
-            scale=scale, positions=positions, at=inputs.positions, images=images,
+            scale=scale, positions=positions, at=inputs.positions, images=images, types=types,
         )  # fmt: skip
 
     def add_shared(self, routed: Tensor, x: Tensor, gate: Tensor, shared: Tensor) -> Tensor:

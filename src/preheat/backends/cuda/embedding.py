@@ -1,6 +1,6 @@
 """Copies of rows on CUDA: token embedding, and the selection of rows.
 
-Contract. Copies; embeddings of tokens may be scaled, and a row for their position be added, as
+Contract. Copies; embeddings of tokens may be scaled, and rows for their type and position be added, as
 :mod:`preheat.ops.embedding` says.
 """
 
@@ -27,25 +27,33 @@ def _copy_row(source, out, row, size, COLUMNS: tl.constexpr):
 
 @triton.jit
 def _embed(
-    tokens, slots, last_token, table, out, size, scale, learned, positions, images,
+    tokens, slots, last_token, table, out, size, scale, learned, positions, images, types, vocab,
     COLUMNS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     begin(overlap)
     token = tl.load(tokens + tl.program_id(0))
     if images is None:
-        _embed_token(token, slots, last_token, table, out, size, scale, learned, positions, COLUMNS)
+        _embed_token(
+            token, slots, last_token, table, out, size, scale, learned, positions, types, vocab, COLUMNS
+        )  # fmt: skip
     else:
         if token < -1:
             _copy_row(images, out, -2 - token, size, COLUMNS)
         else:
-            _embed_token(token, slots, last_token, table, out, size, scale, learned, positions, COLUMNS)
+            _embed_token(
+                token, slots, last_token, table, out, size, scale, learned, positions, types, vocab, COLUMNS
+            )  # fmt: skip
 
 
 @triton.jit
-def _embed_token(token, slots, last_token, table, out, size, scale, learned, positions, COLUMNS: tl.constexpr):
+def _embed_token(
+    token, slots, last_token, table, out, size, scale, learned, positions, types, vocab, COLUMNS: tl.constexpr
+):
     if token < 0:
         token = tl.load(last_token + tl.load(slots + tl.program_id(0)))
-    if scale is None and learned is None:
+    if types is not None:
+        kind, token = token // vocab, token % vocab
+    if scale is None and learned is None and types is None:
         _copy_row(table, out, token, size, COLUMNS)
     else:
         at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -53,6 +61,9 @@ def _embed_token(token, slots, last_token, table, out, size, scale, learned, pos
         row = tl.load(table + token.to(tl.int64) * size + at, mask=inside, other=0.0)
         if scale is not None:
             row = (row.to(tl.float32) * scale).to(row.dtype)
+        if types is not None:
+            more = tl.load(types + kind.to(tl.int64) * size + at, mask=inside, other=0.0)
+            row = (row.to(tl.float32) + more.to(tl.float32)).to(row.dtype)
         if learned is not None:
             position = tl.load(positions + tl.program_id(0)).to(tl.int64)
             more = tl.load(learned + position * size + at, mask=inside, other=0.0)
@@ -77,12 +88,14 @@ def embed(
     positions: Tensor | None = None,
     at: Tensor | None = None,
     images: Tensor | None = None,
+    types: Tensor | None = None,
 ) -> None:
     """Fill ``out`` [tokens, hidden] with embeddings of ``tokens`` int32 [tokens].
 
     An id names a row of ``table`` [vocab, hidden]; -1 stands for ``last_token[slot]``. With ``images`` [rows, hidden],
-    -2 - row stands for that row of ``images``. Rows of ``table`` are multiplied by ``scale``; then the rows of
-    ``positions`` [positions, hidden] named by ``at`` int32 [tokens] are added. Rows of ``images`` stay as they are.
+    -2 - row stands for that row of ``images``. Rows of ``table`` are multiplied by ``scale``. With ``types``
+    [types, hidden] an id is id + type * vocab, and the row of the type is added. Then the rows of ``positions``
+    [positions, hidden] named by ``at`` int32 [tokens] are added. Rows of ``images`` stay as they are.
 
     ``slots`` int32 [tokens], ``last_token`` int32 [slots]. Ids must be inside the table: nothing here checks them.
     """
@@ -92,7 +105,7 @@ def embed(
         scale = rounded(scale, table.dtype)
     _embed[programs](
         tokens, slots, last_token, table, out, size, scale, positions, None if positions is None else at, images,
-        COLUMNS=COLUMNS, **options(num_warps=4, num_stages=1),
+        types, None if types is None else table.shape[0], COLUMNS=COLUMNS, **options(num_warps=4, num_stages=1),
     )  # fmt: skip
 
 

@@ -35,7 +35,6 @@ FACTS = Facts(
     lacks={
         ("groups",): "its attention kernels read one block table",
         ("states",): "it has no kernel for layers with states yet",
-        ("encoder",): "its attention kernels read no key behind a token",
         ("pipeline",): "nobody has tried stages there",
         ("audit",): "the digests of the audit are computed on the host",
         ("receipts",): "its sample program has no digest of the logits yet",

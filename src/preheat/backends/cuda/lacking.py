@@ -24,6 +24,8 @@ def lacking(card: Card, value: Value) -> str | None:
 
 
 def _cache(card: Card, cache: Cache) -> str | None:
+    if cache.distances:
+        return "biases of attention by distance, MPNet's, have no kernel on a GPU yet: use --device cpu"
     if cache.dtype == "fp8_e4m3" and not card.float8:
         return refused(card, "a KV cache in fp8_e4m3")
     if cache.model == "float32" and cache.head_dim > 128 and card.shared_bytes < WIDE_FLOAT32:

@@ -1,4 +1,4 @@
-"""Paged causal attention on CUDA.
+"""Paged attention on CUDA, causal or of both sides.
 
 Contract. Keys are cut into splits at absolute multiples of :data:`preheat.backends.cuda.work.SPLIT`, splits into tiles
 of ``TILE`` keys. Inside a split, one online softmax over its tiles in rising order, from (maximum, sum, output) =
@@ -15,6 +15,8 @@ both the maximum and the exponent.
 
 With a sink, a score without a key, one step follows the last split. The maximum becomes the greater of the maximum and
 sink * log2(e), sum and output are scaled to it, and exp2(sink * log2(e) - maximum) is added to the sum with one fma.
+
+If queries see both sides, a query sees the keys of its whole run, also behind it, in the same splits and tiles.
 
 A tile without a key seen by the query leaves the query's three numbers as they are, and so does such a split. Hence the
 bits of a query depend on its position and its keys and values alone. They never depend on the kernel, tiles, warps,
@@ -36,7 +38,7 @@ from preheat.backends.cuda.attention_tile import absorb, add_sink, blocks_of, me
 from preheat.backends.cuda.card import PORTABLE, Card
 from preheat.backends.cuda.device import card_at
 from preheat.backends.cuda.launch import begin, options, processors
-from preheat.backends.cuda.work import MOST_SPLITS, SPLIT, WHOLE_CONTEXT
+from preheat.backends.cuda.work import BEHIND, MOST_SPLITS, SPLIT, WHOLE_CONTEXT
 
 TILE = 64
 """Keys of a tile. Part of the contract."""
@@ -44,6 +46,7 @@ TILE = 64
 LOG2_E = 1.4426950408889634
 LOG2E: tl.constexpr = tl.constexpr(LOG2_E)
 SPLITS, WHOLE = tl.constexpr(MOST_SPLITS), tl.constexpr(WHOLE_CONTEXT)
+OTHERS = tl.constexpr(BEHIND)
 
 
 @dataclass(frozen=True)
@@ -279,11 +282,11 @@ def _prefill(
     scale, value_scale, q_stride, head_stride, block_stride, value_stride, kv_stride, max_blocks,
     HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr,
     GROUP_ROWS: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr, WINDOW: tl.constexpr,
-    overlap: tl.constexpr,
+    SIDES: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Attend with one tile of queries and one kv head a program.
 
-    A token has ``GROUP_ROWS`` rows, and some of them may be unused.
+    A token has ``GROUP_ROWS`` rows, and some of them may be unused. With ``SIDES`` a query sees its whole run.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     unit = tl.program_id(0)
@@ -291,6 +294,9 @@ def _prefill(
     live = tile < tl.load(num_tiles)
     if live:
         token, count = tl.load(tiles + tile * 2), tl.load(tiles + tile * 2 + 1)
+        behind = 0
+        if SIDES:
+            behind, count = count // OTHERS, count % OTHERS
         position = tl.load(positions + token)
         pages = table + tl.load(slots + token).to(tl.int64) * max_blocks
         begin(overlap)
@@ -303,7 +309,8 @@ def _prefill(
             q + (token_row * q_stride + head * head_stride)[:, None] + dims[None, :], mask=real, other=0.0
         )
 
-        end = position + count
+        own = position + count
+        end = own + behind
         seen_to = position + nth + 1
         seen_from = tl.zeros([ROWS], tl.int32)
         start, full_from = 0, 0
@@ -311,7 +318,17 @@ def _prefill(
         if WINDOW > 0:
             seen_from = tl.maximum(seen_to - WINDOW, 0)
             start = tl.maximum(position + 1 - WINDOW, 0) // TILE * TILE
-            full_from = tl.minimum(tl.cdiv(tl.maximum(end - WINDOW, 0), TILE) * TILE, end)
+        if SIDES:
+            ahead = end
+            if WINDOW > 0:
+                ahead = tl.minimum(position + WINDOW, end)
+                seen_to = tl.minimum(seen_to + (WINDOW - 1), end)
+                end = tl.minimum(own + (WINDOW - 1), end)
+            else:
+                seen_to = tl.zeros([ROWS], tl.int32) + end
+            full_to = ahead // TILE * TILE  # behind all keys that the first query sees
+        if WINDOW > 0:
+            full_from = tl.minimum(tl.cdiv(tl.maximum(own - WINDOW, 0), TILE) * TILE, end)
             full_to = tl.maximum(full_to, full_from)
         slopes = None
         if alibi is not None:
@@ -460,15 +477,18 @@ def prefill_attention(
     alibi: Tensor | None = None,
     value_scale: float | None = None,
     sinks: Tensor | None = None,
+    sides: bool = False,
 ) -> None:
     """Attention of runs of tokens with their keys already in the cache.
 
     The result goes to the tokens' rows of ``out``. ``tiles`` int32 [most tiles, 2] comes from
-    :func:`preheat.backends.cuda.work.prefill_tiles` for tiles of :func:`query_tile` tokens; the first ``num_tiles`` [1]
-    tiles count. :func:`decode_attention` describes the other arguments. Where Hopper's kernel fits, it runs unless
-    ``config`` is given, and gives the same bits.
+    :func:`preheat.backends.cuda.work.prefill_tiles` for tiles of :func:`query_tile` tokens, and for the same ``sides``:
+    whether a token sees the whole run, without ALiBi. The first ``num_tiles`` [1] tiles count. :func:`decode_attention`
+    describes the other arguments. Where Hopper's kernel fits, it runs unless ``config`` is given, and gives the same
+    bits.
     """
-    if config is None and alibi is None and hopper.fits(q, cache):
+    assert not sides or alibi is None, "slopes count distances backwards alone"
+    if config is None and alibi is None and not sides and hopper.fits(q, cache):
         hopper.prefill_attention(
             q, cache, table, slots, positions, tiles, num_tiles, out, scale * LOG2_E, window, split, value_scale,
             sinks,
@@ -483,6 +503,6 @@ def prefill_attention(
         scale * LOG2_E, value_scale, *q.stride()[:2], *cache.stride()[:3], table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=triton.next_power_of_2(dim),
         ROWS=max(config.rows, group_rows), GROUP_ROWS=group_rows,
-        BLOCK=block, SPLIT=split, TILE=TILE, WINDOW=window or 0,
+        BLOCK=block, SPLIT=split, TILE=TILE, WINDOW=window or 0, SIDES=sides,
         **options(num_warps=config.warps, num_stages=config.stages),
     )  # fmt: skip

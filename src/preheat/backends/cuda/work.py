@@ -23,6 +23,9 @@ The number is the split, plus this base for each query of the tile after the fir
 WHOLE_CONTEXT = MOST_SPLITS - 1
 """In place of a split: the whole context."""
 
+BEHIND = 256
+"""Base of the second number of a tile: above it are the tokens of the run behind the tile, below it its own."""
+
 
 def decode_work(
     token_index: np.ndarray,
@@ -82,18 +85,23 @@ def steady_steps(positions: np.ndarray, split: int, window: int | None) -> int:
     return split - 1 - int(into.max(initial=0))
 
 
-def prefill_tiles(starts: np.ndarray, extends: np.ndarray, positions: np.ndarray, tile: int) -> np.ndarray:
+def prefill_tiles(
+    starts: np.ndarray, extends: np.ndarray, positions: np.ndarray, tile: int, *, sides: bool = False
+) -> np.ndarray:
     """Return the tiles of longer runs: int32 [tiles, 2] of (first token, number of tokens).
 
     A tile has at most ``tile`` tokens. Run r is ``extends[r]`` tokens, from token ``starts[r]`` of the step and
-    position ``positions[r]`` of its sequence on. Tiles with the most keys take longest, and come first.
+    position ``positions[r]`` of its sequence on. Tiles with the most keys take longest, and come first. If a token
+    sees both ``sides``, the number of tokens includes :data:`BEHIND` for each token of the run behind the tile.
     """
     counts = -(-extends // tile)
     ends = np.cumsum(counts)
     total = int(ends[-1]) if len(ends) else 0
     offset = (np.arange(total) - np.repeat(ends - counts, counts)) * tile
-    order = np.argsort(-(np.repeat(positions, counts) + offset), kind="stable")
+    left = np.repeat(extends, counts) - offset
+    own = np.minimum(left, tile)
+    order = np.argsort(-(np.repeat(positions + extends * sides, counts) + offset * (not sides)), kind="stable")
     tiles = np.empty((total, 2), np.int32)
     tiles[:, 0] = (np.repeat(starts, counts) + offset)[order]
-    tiles[:, 1] = np.minimum(np.repeat(extends, counts) - offset, tile)[order]
+    tiles[:, 1] = (own + BEHIND * (left - own) * sides)[order]
     return tiles
