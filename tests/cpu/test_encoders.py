@@ -13,6 +13,7 @@ from preheat import LLM, ModelError, SettingsError
 from preheat.backends.cpu.llvm.attention import LlvmAttention
 from preheat.errors import ContextTooLong, NotInvariant
 from preheat.execution.input_batch import Packer
+from preheat.model.pooled_head import HeadLayer
 from preheat.settings import Settings
 from preheat.startup import boot_engine, planned
 from preheat.verify.prompts import Size, make_prompts
@@ -154,6 +155,26 @@ def test_preheat_verify_takes_its_paths(bert, monkeypatch):
     assert verified(bert[0]) == dict.fromkeys(VERIFY, True)
     monkeypatch.setattr(LlvmAttention, "plan", whole_step)
     assert verified(bert[0])["batches of 1 to 3"] is False
+
+
+def drifting(self, x):
+    """Plant a head whose numbers grow with its calls."""
+    DRIFT.append(1)
+    return head_layer(self, x) + np.float32(len(DRIFT) * 1e-6)
+
+
+DRIFT, head_layer = list[int](), HeadLayer.__call__
+
+
+def test_preheat_verify_sees_the_heads_of_mpnet(tmp_path, monkeypatch):
+    """Biases of distances, a head for classes, and the states of all tokens are in the paths; faults are found."""
+    save_encoder("MPNet", tmp_path, "ForSequenceClassification", num_labels=3)
+    assert verified(tmp_path) == dict.fromkeys(VERIFY, True)
+    with monkeypatch.context() as planted:
+        planted.setattr(HeadLayer, "__call__", drifting)
+        assert set(verified(tmp_path).values()) == {False}
+    monkeypatch.setattr(Packer, "_states_of", shifted)
+    assert verified(tmp_path)["batches of 1 to 3"] is False
 
 
 def test_a_checkpoint_with_a_head_and_old_names(bert, llm, tmp_path):

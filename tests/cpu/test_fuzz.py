@@ -15,16 +15,26 @@ import pytest
 
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.facts import FACTS as CPU
+from preheat.backends.cpu.llvm.attention import LlvmAttention
 from preheat.backends.cuda.facts import FACTS as CUDA
 from preheat.cli import main
 from preheat.errors import PreheatError
 from preheat.model.families import read_spec
 from preheat.settings import Settings
 from preheat.startup import boot_engine
-from preheat.verify.fuzz import Fuzz, possible
+from preheat.verify.fuzz import ENCODED, Fuzz, possible
 from preheat.verify.random_engines import random_features
-from preheat.verify.random_models import FAMILIES, HEAD_RATIOS, WITH_LATENTS, WITH_STATES, random_config
+from preheat.verify.random_models import (
+    ENCODERS,
+    FAMILIES,
+    HEAD_RATIOS,
+    WITH_LATENTS,
+    WITH_STATES,
+    random_config,
+    random_encoder,
+)
 from tests.cpu.planted import split_by_batch
+from tests.cpu.test_encoders import whole_step
 
 ROUNDS, FIRST_SEED = 4, 1
 """The same rounds on every machine. The search for new ones is the command itself."""
@@ -93,6 +103,28 @@ def test_random_models_are_models():
     assert {window for spec in specs for window in spec.layer_windows} > {None}
     assert {config["architectures"][0] for config in configs} == set(FAMILIES)
     assert {"quantization_config" in config for config in configs} == {True, False}
+
+
+def test_random_encoders_are_encoders(tmp_path):
+    configs = [random_encoder(random.Random(seed)) for seed in range(200)]
+    assert all(read_spec(config).encodes for config in configs)
+    names = {config["architectures"][0] for config in configs}
+    assert names >= {f"{family}{head}" for family in ENCODERS for head in HEADS if (family, head) != NO_HEAD}
+    features = [random_features(random.Random(seed), tmp_path, config) for seed, config in enumerate(configs)]
+    kinds = {each.both.get("pooler_config", {}).get("pooling_type") for each in features}
+    assert kinds == {None, "CLS", "LAST", "MEAN", "MAX", "WEIGHTEDMEAN"}
+    assert any(random.Random(f"embeds {FIRST_SEED + number}").random() < ENCODED for number in range(ROUNDS))
+
+
+HEADS, NO_HEAD = ("Model", "ForSequenceClassification"), ("NomicBert", "ForSequenceClassification")
+
+
+def test_an_encoder_whose_texts_see_others_is_found(monkeypatch):
+    """A planted end of a row that depends on the rows beside it is found in the seed of an encoder."""
+    seed = next(seed for seed in range(99) if random.Random(f"embeds {seed}").random() < ENCODED)
+    monkeypatch.setattr(LlvmAttention, "plan", whole_step)
+    (found,) = Fuzz(boot_engine, Settings.load({"device": "cpu"}), True, seed).results(0.0)
+    assert found.identical < found.prompts
 
 
 def test_the_fuzzer_draws_every_engine_feature(tmp_path):

@@ -37,6 +37,9 @@ LENGTHS = (60, 300, 700)
 
 CACHE_BYTES = 1 << 28
 
+ENCODED = 0.15
+"""The share of random models that are encoders."""
+
 FAILURES = 3
 """Failed rounds in a row after which the rounds end."""
 
@@ -84,12 +87,14 @@ class Fuzz:
             alone = Engine(self.boot, plain)
             longest = max(min(draw.choice(LENGTHS), alone.ready.max_model_len - OUTPUTS), 1)
             prompts = random_prompts(draw, alone.vocab_size, longest, names_of(alone))
-            prompts = as_pooled(prompts) if alone.pools else prompts
+            prompts = as_pooled(prompts, of_tokens=alone.encodes) if alone.pools else prompts
             expected = alone.run(prompts, in_groups([1] * len(prompts)))
-            facts = alone.loop.executor.backend.facts
+            facts, whole = alone.loop.executor.backend.facts, alone.encodes
             del alone
             load = random_limits(draw, longest + OUTPUTS) | (features.loaded if features else {})
             load["enable_prefix_caching"] |= bool(load.get("kv_offloading_size"))
+            if whole:
+                load["max_num_batched_tokens"] = max(load["max_num_batched_tokens"], load["max_model_len"])
             load = possible(load, facts)
             engine = Engine(self.boot, replace(settings, **load))
             names_of(engine)
@@ -105,7 +110,8 @@ class Fuzz:
         settings = replace(self.settings, skip_warmup=True, boot_check="off", require_invariance=False, on_cold="off")
         if not self.random_models:
             return settings, None, []
-        config = write_model(folder / "model", draw)
+        encodes = random.Random(f"embeds {seed}").random() < ENCODED  # by itself: other seeds keep their models
+        config = write_model(folder / "model", draw, encodes=encodes)
         while obstacle(replace(settings, model=str(folder / "model"), load_format="dummy"), self._backend):
             config = write_model(folder / "model", draw)  # the device runs no model of this kind
         dtype = draw.choice(("float32", "bfloat16")) if settings.dtype == "auto" else settings.dtype
@@ -113,16 +119,19 @@ class Fuzz:
         model: dict[str, Any] = {"model": str(folder / "model"), "load_format": "dummy", "skip_tokenizer_init": True}
         model |= {"seed": seed, "dtype": dtype, "num_threads": threads, "kv_cache_memory_bytes": CACHE_BYTES}
         features = random_features(draw, folder, config)
-        heads = f"{config['num_attention_heads']}/{config['num_key_value_heads']} heads of {config['head_dim']}"
-        shown = [
-            config["architectures"][0],
-            heads,
-            f"window {config.get('sliding_window')}",
-            dtype,
-            f"{threads} threads",
-        ]
+        shown = [config["architectures"][0], *_sizes(config), dtype, f"{threads} threads"]
         shown += [*["int4"] * ("quantization_config" in config), *_shown(features.both, folder)]
         return replace(settings, **model, **features.both), features, shown
+
+
+def _sizes(config: dict[str, Any]) -> list[str]:
+    """Return the heads and the window of a model as text."""
+    if "head_dim" not in config:
+        width, heads = (config.get(name, config.get(other)) for name, other in (
+            ("hidden_size", "dim"), ("num_attention_heads", "n_heads")))  # fmt: skip
+        return [f"{heads} heads of {width // heads}", f"window {config.get('local_attention')}"]
+    heads = f"{config['num_attention_heads']}/{config['num_key_value_heads']} heads of {config['head_dim']}"
+    return [heads, f"window {config.get('sliding_window')}"]
 
 
 def possible(load: dict[str, Any], facts: Facts) -> dict[str, Any]:

@@ -104,7 +104,7 @@ def alone_and_cold(engine: Engine, prompts: Sequence[Prompt]) -> list[Seen]:
 
 def texts(engine: Engine, sizes: Sizes) -> PromptSet:
     """Run the prompts that were asked for, all at once, on a fresh engine."""
-    prompts = as_pooled(sizes.texts(engine)) if engine.pools else sizes.texts(engine)
+    prompts = as_pooled(sizes.texts(engine), of_tokens=engine.encodes) if engine.pools else sizes.texts(engine)
     return PromptSet(prompts).seen(engine, engine.run(prompts))
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from preheat.core import BlockSource, Request, Resume, SamplingParams, Segment
+from preheat.core import POOLS, BlockSource, Request, Resume, SamplingParams, Segment
 from preheat.errors import InvalidRequest
 from preheat.plan.sampler_settings import POOLER_SETTINGS, SAMPLER_SETTINGS
 
@@ -111,10 +111,12 @@ def with_settings(prompts: Sequence[list[int]], outputs: int) -> list[Prompt]:
     return found
 
 
-def as_pooled(prompts: Sequence[Prompt]) -> list[Prompt]:
+def as_pooled(prompts: Sequence[Prompt], *, of_tokens: bool = False) -> list[Prompt]:
     """Return ``prompts`` for an engine that pools.
 
-    Every second one, from the first, asks for its mean, the others for their last tokens.
+    They ask in turn for the mean, for the last token, and with ``of_tokens`` for all tokens. The state, or each of
+    them, goes through the model's head.
     """
     last, mean = [msgspec.structs.replace(each, seed=0, max_tokens=1, ignore_eos=True) for each in POOLER_SETTINGS]
-    return [Prompt(prompt.tokens, last if number % 2 else mean) for number, prompt in enumerate(prompts)]
+    asked = [mean, last, *[msgspec.structs.replace(mean, prompt_logprobs=POOLS.index("ALL"))] * of_tokens]
+    return [Prompt(prompt.tokens, asked[number % len(asked)]) for number, prompt in enumerate(prompts)]

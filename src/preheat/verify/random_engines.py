@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from preheat.utils.encoders import encoder_name
 from preheat.verify.random_models import EVEN, WHOLE_NORMS, WITH_SINKS, WITH_STATES, write_draft
 
 HOST_GIB = 0.02
@@ -35,6 +36,8 @@ def random_features(draw: random.Random, folder: Path, config: dict[str, Any] | 
     A draft model goes into ``folder``.
     """
     both, loaded = dict[str, Any](), dict[str, Any]()
+    if config is not None and encoder_name(config["architectures"][0]) is not None:
+        return Features(_of_an_encoder(draw, config), loaded)
     if config is not None and config["architectures"][0] in WITH_STATES:
         return _with_states(draw, folder, config)
     plain = config is not None and "quantization_config" not in config and config["architectures"][0] != WITH_SINKS
@@ -54,6 +57,15 @@ def random_features(draw: random.Random, folder: Path, config: dict[str, Any] | 
     if draw.random() < 0.2:
         loaded["kv_offloading_size"] = HOST_GIB
     return Features(both, loaded)
+
+
+def _of_an_encoder(draw: random.Random, config: dict[str, Any]) -> dict[str, Any]:
+    """Return how an encoder pools, and the type of its cache."""
+    found: dict[str, Any] = {"kv_cache_dtype": draw.choice(("fp8", "fp8_e5m2"))} if draw.random() < 0.2 else {}
+    if "num_labels" not in config:
+        kind = draw.choice(("CLS", "LAST", "MEAN", "MAX", "WEIGHTEDMEAN"))
+        found["pooler_config"] = {"pooling_type": kind, "normalize": False}
+    return found
 
 
 def _with_states(draw: random.Random, folder: Path, config: dict[str, Any]) -> Features:

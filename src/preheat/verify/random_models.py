@@ -239,14 +239,43 @@ def _latent(draw: random.Random, family: str, config: dict[str, Any], even: bool
     }  # fmt: skip
 
 
+ENCODERS = ("Bert", "Roberta", "XLMRoberta", "DistilBert", "MPNet", "NomicBert", "ModernBert")
+"""Families of encoders. NomicBert has no head for classes."""
+
+
+def random_encoder(draw: random.Random) -> dict[str, Any]:
+    """Return the ``config.json`` of an encoder with a random family, head and sizes."""
+    family, heads, dim = draw.choice(ENCODERS), draw.randint(1, 8), draw.choice((16, 24, 32, 64, 80, 128))
+    classifies = family != "NomicBert" and draw.random() < 0.3
+    config: dict[str, Any] = {
+        "architectures": [family + ("ForSequenceClassification" if classifies else "Model")],
+        "model_type": family.lower(), "hidden_size": heads * dim, "intermediate_size": _width(draw, 700, False),
+        "num_hidden_layers": draw.randint(1, 4), "num_attention_heads": heads, "vocab_size": draw.randrange(130, 3_000),
+        "max_position_embeddings": POSITIONS, "torch_dtype": "float32", "pad_token_id": draw.randint(0, 1),
+    }  # fmt: skip
+    if classifies:
+        config["num_labels"] = draw.randint(1, 4)
+    if family == "MPNet" and draw.random() < 0.5:  # otherwise the family's own default
+        config["relative_attention_num_buckets"] = draw.choice((16, 32))
+    if family == "DistilBert":
+        names = {"hidden_size": "dim", "num_attention_heads": "n_heads", "num_hidden_layers": "n_layers",
+                 "intermediate_size": "hidden_dim"}  # fmt: skip
+        config = {names.get(name, name): value for name, value in config.items()}
+    if family == "ModernBert":
+        kind = draw.choice(("cls", "mean"))
+        config |= {"local_attention": 2 * draw.randrange(1, 200), "global_attn_every_n_layers": draw.randint(1, 3)}
+        config |= {"classifier_pooling": kind} if classifies else {}
+    return config
+
+
 def _width(draw: random.Random, most: int, even: bool, least: int = 33) -> int:
     """Return a size below ``most``: a multiple of :data:`EVEN` if ``even``."""
     return EVEN * draw.randrange(-(-least // EVEN), most // EVEN) if even else draw.randrange(least, most)
 
 
-def write_model(folder: Path, draw: random.Random) -> dict[str, Any]:
+def write_model(folder: Path, draw: random.Random, *, encodes: bool = False) -> dict[str, Any]:
     """Write a random config into ``folder``, for ``--load-format dummy``; returns it."""
-    config = random_config(draw)
+    config = random_encoder(draw) if encodes else random_config(draw)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config))
     return config

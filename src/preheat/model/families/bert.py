@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 from preheat.errors import ModelError
 from preheat.model.config import Config
@@ -62,7 +63,7 @@ def roberta(config: Config) -> ModelSpec:
 
 def mpnet(config: Config) -> ModelSpec:
     """RoBERTa without token types, with a bias of attention for each distance, the same in all layers."""
-    config = _bert_config(config.with_defaults(vocab_size=30527, relative_attention_num_buckets=32, pad_token_id=1))
+    config = _bert_config(config, vocab_size=30527, relative_attention_num_buckets=32)
     buckets, padding = config.size("relative_attention_num_buckets"), config.get("pad_token_id")
     if type(padding) is not int or padding < 0:
         raise ModelError(f"config.json: pad_token_id must be a token id, as positions begin behind it, got {padding!r}")
@@ -98,13 +99,14 @@ def distilbert(config: Config) -> ModelSpec:
     return _encoder(config, names, typed=False)
 
 
-def _bert_config(config: Config) -> Config:
-    """Return ``config`` with the defaults of BERT and RoBERTa. Raises ModelError for a decoder."""
-    config = config.with_defaults(
-        vocab_size=30522, hidden_size=768, num_attention_heads=12, num_hidden_layers=12, intermediate_size=3072,
-        hidden_act="gelu", max_position_embeddings=512, type_vocab_size=2, layer_norm_eps=1e-12,
-        pad_token_id=0 if config.architecture == "Bert" else 1,
-    )  # fmt: skip
+def _bert_config(config: Config, **own: int) -> Config:
+    """Return ``config`` with the defaults of BERT and RoBERTa, or its ``own``. Raises ModelError for a decoder."""
+    usual: dict[str, Any] = {
+        "vocab_size": 30522, "hidden_size": 768, "num_attention_heads": 12, "num_hidden_layers": 12,
+        "intermediate_size": 3072, "hidden_act": "gelu", "max_position_embeddings": 512, "type_vocab_size": 2,
+        "layer_norm_eps": 1e-12, "pad_token_id": 0 if config.architecture == "Bert" else 1,
+    }  # fmt: skip
+    config = config.with_defaults(**usual | own)
     config.refuse("is_decoder")
     config.refuse("add_cross_attention")
     config.refuse("position_embedding_type", "absolute")
