@@ -172,6 +172,7 @@ class Executor:
         self._run(batch)
         return self._draw(batch)
 
+    @torch.inference_mode()  # embeddings with a scale or positions are torch's, in static buffers
     def _start(self, batch: InputBatch) -> bool:
         """Start a step up to its logits in the backend's functions, or return False.
 
