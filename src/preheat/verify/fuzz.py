@@ -127,8 +127,10 @@ class Fuzz:
 def _sizes(config: dict[str, Any]) -> list[str]:
     """Return the heads and the window of a model as text."""
     if "head_dim" not in config:
-        width, heads = (config.get(name, config.get(other)) for name, other in (
-            ("hidden_size", "dim"), ("num_attention_heads", "n_heads")))  # fmt: skip
+        own = "hidden_size" in config
+        width, heads = (
+            (config["hidden_size"], config["num_attention_heads"]) if own else (config["dim"], config["n_heads"])
+        )
         return [f"{heads} heads of {width // heads}", f"window {config.get('local_attention')}"]
     heads = f"{config['num_attention_heads']}/{config['num_key_value_heads']} heads of {config['head_dim']}"
     return [heads, f"window {config.get('sliding_window')}"]
