@@ -9,6 +9,7 @@ from itertools import islice
 
 import pytest
 
+from preheat.backends.cpu.sampler import CpuSampler
 from preheat.cli import main
 from preheat.errors import InvalidRequest
 from preheat.settings import Settings
@@ -115,17 +116,15 @@ def test_only_the_first_run_differing_is_found(monkeypatch):
 
     Every run is compared with the first.
     """
-    from preheat.execution.executor import Executor
+    right, calls = CpuSampler.sample, []
 
-    right, calls = Executor._sample, []
-
-    def first_is_off(self, key):
+    def first_is_off(self, level, logits):
         calls.append(1)
         if len(calls) == 3:
-            self._states = self._states._replace(out=self._states.out * (1 + 2**-7))
-        return right(self, key)
+            logits *= 1 + 2**-7
+        return right(self, level, logits)
 
-    monkeypatch.setattr(Executor, "_sample", first_is_off)
+    monkeypatch.setattr(CpuSampler, "sample", first_is_off)
     results = list(islice(verification(TINY).results(), 4))  # later paths compare with a run of their own
     assert [result.path for result in results] == [*PATHS[:3], "batches of 1 to 3"]
     assert all(result.identical < result.prompts for result in results)

@@ -158,6 +158,7 @@ class Executor:
         """Run a step and wait for it."""
         return self.launch(batch).result()
 
+    @torch.inference_mode()
     def launch(self, batch: InputBatch) -> LaunchedStep:
         """Start a step behind all work started before.
 
@@ -165,10 +166,6 @@ class Executor:
         """
         if self._start(batch):
             return LaunchedStep(batch, self.sampler, {}, {}, draw=self._finish)
-        return self._launch(batch)
-
-    @torch.inference_mode()
-    def _launch(self, batch: InputBatch) -> LaunchedStep:
         self._run(batch)
         return self._draw(batch)
 
@@ -176,12 +173,15 @@ class Executor:
     def _start(self, batch: InputBatch) -> bool:
         """Start a step up to its logits in the backend's functions, or return False.
 
-        The functions run plain steps: their rows sample, without adapters, images or states that are kept.
+        The functions run plain steps: their rows sample, without adapters, images, states that are kept, inputs of
+        each layer, or positions of several parts.
         """
         functions, size = self.decoder.functions, batch.sampling_size
         if functions is None or not self.goes_on or not size or batch.adapters is not None:
             return False
         if self.features is not None or self.encoder is not None or isinstance(self.sampler, Pooler):
+            return False
+        if self._inputs is not None or self.decoder.turns is not None:
             return False
         self._send(batch)
         self._use("tokens", False)
@@ -194,6 +194,7 @@ class Executor:
             self._states = Attended(attended, residual)
         return attended is not None
 
+    @torch.inference_mode()
     def _finish(self, batch: InputBatch) -> LaunchedStep:
         """Wait for the logits of a started step, and draw."""
         self._wait()
