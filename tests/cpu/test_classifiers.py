@@ -127,6 +127,10 @@ def test_labels_and_activations_of_a_config():
     identity = {"activation_fn": "torch.nn.modules.linear.Identity"}
     assert activation_of({"sentence_transformers": identity, "problem_type": "regression"}) == "none"
     assert activation_of({"sbert_ce_default_activation_function": "torch.nn.modules.activation.Sigmoid"}) == "sigmoid"
+    single = {"problem_type": "single_label_classification"}
+    assert activation_of(single | {"id2label": {"0": "a"}}) == "sigmoid"
+    assert activation_of(single) == "softmax"
+    assert activation_of({"problem_type": "multi_label_classification"}) == "sigmoid"
     for config, why in (
         ({"id2label": {"1": "a"}}, "id2label must name the classes 0 to 0"),
         ({"num_labels": 0}, "num_labels must"),

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from safetensors.torch import load_file, save_file
 
-from preheat import LLM, ModelError, SettingsError
+from preheat import LLM, ModelError, PoolingParams, SettingsError
 from preheat.backends.cpu.llvm.attention import LlvmAttention
 from preheat.errors import ContextTooLong, NotInvariant
 from preheat.execution.input_batch import Packer
@@ -23,6 +23,7 @@ from tests.encoders import OPTIONS, save_encoder, states_of, texts_of
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the libraries that write the checkpoints
 
 MEAN = {"pooling_type": "MEAN", "normalize": False}
+AS_IT_IS = PoolingParams(normalize=False)
 
 
 @pytest.fixture(scope="module")
@@ -63,6 +64,28 @@ def test_equals_transformers(family, pooling, mode, tmp_path):
         assert cosine(found, right) >= 0.99999
         assert np.allclose(found, right, rtol=1e-4, atol=1e-5)
         assert vectors(llm, [ids])[0].tobytes() == found.tobytes()
+
+
+def test_windows_of_modern_bert_token_by_token(tmp_path):
+    """Each token's state equals transformers, where windows end and begin; a window one wider is seen."""
+    model, texts = save_encoder("ModernBert", tmp_path), texts_of(12, 13, 14, 24, 25, 26, 61, 257)
+    options = OPTIONS | {"pooler_config": {"pooling_type": "CLS"}}
+    rights = [states_of(model, ids).numpy() for ids in texts]
+
+    def states(**more):
+        llm = LLM(str(tmp_path), **options, **more)
+        given = [{"prompt_token_ids": ids} for ids in texts]
+        outputs = llm.encode(given, use_tqdm=False, pooling_task="token_embed", pooling_params=AS_IT_IS)
+        return [output.outputs.data for output in outputs]
+
+    for mode in ("eager", "llvm"):
+        for found, right in zip(states(execution_mode=mode), rights, strict=True):
+            assert found.shape == right.shape
+            assert np.abs(found - right).max() < 2e-5
+    wider = states(hf_overrides={"local_attention": 26})
+    differing = [np.abs(one - right).max(1) > 1e-4 for one, right in zip(wider, rights, strict=True)]
+    assert not differing[1].any()  # 13 tokens: a window reaches 12 away, over the whole text
+    assert all(each.any() for each in differing[2:])
 
 
 def whole_step(self, step, tables):

@@ -76,7 +76,8 @@ def activation_of(config: Mapping[str, Any]) -> ClassActivation:
     """Return the activation of the classes' numbers. Raises ModelError for an unknown one.
 
     The files of sentence-transformers come first, then ``problem_type``. Without both, one class has a sigmoid, and
-    several share a softmax.
+    several share a softmax. A single class never has a softmax by ``problem_type``, as it would always be 1 (source:
+    the pipeline of transformers).
     """
     own = config.get("sentence_transformers")
     stated = (own.get("activation_fn") if isinstance(own, Mapping) else None) or config.get(
@@ -84,9 +85,11 @@ def activation_of(config: Mapping[str, Any]) -> ClassActivation:
     )
     if stated is not None:
         return _named("activation_fn", str(stated).rpartition(".")[2], _BY_CLASS)
-    if (problem := config.get("problem_type")) is not None:
-        return _named("problem_type", str(problem), _BY_PROBLEM)
-    return "sigmoid" if len(labels_of(config)) == 1 else "softmax"
+    usual: ClassActivation = "sigmoid" if len(labels_of(config)) == 1 else "softmax"
+    if (problem := config.get("problem_type")) is None:
+        return usual
+    found = _named("problem_type", str(problem), _BY_PROBLEM)
+    return usual if found == "softmax" else found
 
 
 def _named(field: str, name: str, known: Mapping[str, ClassActivation]) -> ClassActivation:
