@@ -158,7 +158,7 @@ class Executor:
         """Run a step and wait for it."""
         return self.launch(batch).result()
 
-    @torch.inference_mode()
+    @torch.inference_mode()  # embeddings with a scale or positions are torch's, in static buffers
     def launch(self, batch: InputBatch) -> LaunchedStep:
         """Start a step behind all work started before.
 
@@ -169,7 +169,6 @@ class Executor:
         self._run(batch)
         return self._draw(batch)
 
-    @torch.inference_mode()  # embeddings with a scale or positions are torch's, in static buffers
     def _start(self, batch: InputBatch) -> bool:
         """Start a step up to its logits in the backend's functions, or return False.
 
