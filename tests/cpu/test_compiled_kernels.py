@@ -4,8 +4,10 @@ The tests compile code that Triton's interpreter takes but the compiler may refu
 at the layout that decides a norm's order of addition.
 """
 
+import ast
+import inspect
 import re
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -19,7 +21,13 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
-from preheat.backends.cuda import attention_hopper, linear_hopper, linear_hopper_fp8, linear_hopper_small_m
+from preheat.backends.cuda import (
+    attention_hopper,
+    linear_hopper,
+    linear_hopper_fp8,
+    linear_hopper_small_m,
+    paged_attention,
+)
 from preheat.backends.cuda.collective import _add_ranks
 from preheat.backends.cuda.hopper import descriptor
 from preheat.backends.cuda.launch import widened
@@ -44,7 +52,7 @@ from preheat.backends.cuda.matmul.kernels import rule
 from preheat.backends.cuda.matmul.products import Codes, CodesForm, Float8, Float8Form
 from preheat.backends.cuda.matmul.rules import experts_rule
 from preheat.backends.cuda.norm import _norm
-from preheat.backends.cuda.paged_attention import _decode
+from preheat.backends.cuda.paged_attention import _decode, _prefill
 from preheat.backends.cuda.peer_kernels import BESIDE, EACH, GATHER, SHARES, exchange
 from preheat.backends.cuda.peer_norm import _sum_and_norm
 from preheat.backends.cuda.quantize import _greatest, _quantize
@@ -62,10 +70,11 @@ TYPES = {
 PLACES = {"experts": "*i32", "starts": "*i32", "counts": "*i32", "tokens": "*i32"}
 
 
-def compiled(kernel, warps, stages, types=(), **constants):
+def compiled(kernel, warps, stages, types=(), fused=True, **constants):
     """Compile a kernel.
 
-    ``constants`` are arguments with a value, ``types`` replace the usual types of others.
+    ``constants`` are arguments with a value, ``types`` replace the usual types of others. ``fused``: the compiler may
+    fuse products and sums.
     """
     known = TYPES | PLACES | dict.fromkeys(NUMBERS, "i32") | dict(types)
     names = kernel.arg_names
@@ -83,7 +92,8 @@ def compiled(kernel, warps, stages, types=(), **constants):
         kernel, signature, values,
         {path: [["tt.divisibility", 16]] for path in whole},
     )  # fmt: skip
-    found = triton.compile(source, target=HOPPER, options={"num_warps": warps, "num_stages": stages})
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fused}
+    found = triton.compile(source, target=HOPPER, options=options)
     assert found.metadata.shared <= SHARED
     return found
 
@@ -348,21 +358,44 @@ def widths(found):
     return {int(width) for width in re.findall(r"#ttg\.dot_op<\{[^}]*kWidth = (\d+)\}>", found.asm["ttgir"])}
 
 
+ATTENDED = {
+    **dict.fromkeys(("q", "out"), "*bf16"), **dict.fromkeys(("parts", "tops", "totals", "sinks"), "*fp32"),
+    **dict.fromkeys(("table", "slots", "positions", "arrived", "claims"), "*i32"),
+    **dict.fromkeys(("work", "num_work", "tiles", "num_tiles"), "*i32"),
+    **dict.fromkeys(("scale", "value_scale"), "fp32"), "cache": FP8, "max_blocks": "i32",
+    **{f"{name}_stride": "i32" for name in ("q", "head", "block", "value", "kv")},
+}  # fmt: skip
+ATTENTION: dict[str, Any] = {
+    "HEADS": 32, "KV_HEADS": 8, "DIM": 128, "WIDTH": 128, "ROWS": 16, "BLOCK": 64, "SPLIT": 256, "TILE": 64,
+    "WINDOW": 0, "alibi": None,
+}  # fmt: skip
+
+
 @pytest.mark.parametrize("dtype", [FP8, "*fp8e5"])
 def test_keys_and_values_of_eight_bits_keep_the_order_of_others(dtype):
-    types = {
-        **dict.fromkeys(("q", "out"), "*bf16"), **dict.fromkeys(("parts", "tops", "totals"), "*fp32"),
-        **dict.fromkeys(("table", "slots", "positions", "work", "num_work", "arrived", "claims"), "*i32"),
-        **dict.fromkeys(("scale", "value_scale"), "fp32"), "cache": dtype, "max_blocks": "i32",
-        **{f"{name}_stride": "i32" for name in ("q", "head", "block", "value", "kv")},
-    }  # fmt: skip
-    sizes = {"HEADS": 32, "KV_HEADS": 8, "DIM": 128, "WIDTH": 128, "ROWS": 16, "BLOCK": 64, "SPLIT": 256, "TILE": 64}
-    given = {"WINDOW": 0, "QUERIES": 1, "VERIFY": False, "alibi": None, "sinks": None, **sizes}
-    found = compiled(_decode, 4, 2, types, **given)
+    given = {"QUERIES": 1, "VERIFY": False, "sinks": None, **ATTENTION}
+    found = compiled(_decode, 4, 2, ATTENDED | {"cache": dtype}, **given)
     assert widths(found) == {2}
     assert "cvt.bf16.f16" not in found.asm["ptx"]  # F2F, for each number
-    wide = compiled(_decode, 4, 2, types | {"cache": "*bf16"}, **given | {"value_scale": None})
+    wide = compiled(_decode, 4, 2, ATTENDED | {"cache": "*bf16"}, **given | {"value_scale": None})
     assert found.metadata.shared <= wide.metadata.shared  # keys and values are widened in turn
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_decoding_and_prompts_round_a_sink_alike(fused):
+    """The product of a sink is rounded. Control: left to itself, the compiler fuses it in one kernel alone."""
+    given, prompts = {"QUERIES": 1, "VERIFY": False, **ATTENTION}, {"GROUP_ROWS": 4, "SIDES": False, **ATTENTION}
+    kernels = compiled(_decode, 4, 2, ATTENDED, fused, **given), compiled(_prefill, 4, 2, ATTENDED, fused, **prompts)
+    log2e = r"fma\.rn\.f32\s+\S+ \S+ 0f3FB8AA3B"
+    assert [bool(re.search(log2e, each.asm["ptx"])) for each in kernels] == [False, fused]
+
+
+def test_attention_is_compiled_without_fusion():
+    for module in (paged_attention, attention_hopper):
+        calls = [each for each in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(each, ast.Call)]
+        launches = [call for call in calls if isinstance(call.func, ast.Subscript)]
+        options = [{word.arg: ast.unparse(word.value) for word in call.keywords} for call in launches]
+        assert options and all(each["enable_fp_fusion"] == "False" for each in options)
 
 
 @triton.jit

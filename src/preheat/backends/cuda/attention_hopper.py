@@ -460,5 +460,5 @@ def prefill_attention(
         descriptor(q, ROWS.value // members, members, dim), descriptor(cache, 1, 1, 1, TILE.value, dim),
         table, slots, positions, tiles, num_tiles, out, scale, value_scale, sinks, table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, BLOCK=block, SPLIT=split, WINDOW=window or 0, STAGES=STAGES,
-        **options(num_warps=4, num_stages=1, maxnreg=128 if narrow else 168),
+        enable_fp_fusion=False, **options(num_warps=4, num_stages=1, maxnreg=128 if narrow else 168),
     )  # fmt: skip

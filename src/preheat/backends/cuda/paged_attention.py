@@ -16,6 +16,9 @@ both the maximum and the exponent.
 With a sink, a score without a key, one step follows the last split. The maximum becomes the greater of the maximum and
 sink * log2(e), sum and output are scaled to it, and exp2(sink * log2(e) - maximum) is added to the sum with one fma.
 
+Products and sums are rounded one by one where no fma is named. Kernels are compiled without the compiler's own fusion
+(`enable_fp_fusion`), since it fuses within a block of code, and kernels have other blocks.
+
 If queries see both sides, a query sees the keys of its whole run, also behind it, in the same splits and tiles.
 
 A tile without a key seen by the query leaves the query's three numbers as they are, and so does such a split. Hence the
@@ -456,7 +459,7 @@ def decode_attention(
         scale * LOG2_E, value_scale, *q.stride()[:2], *cache.stride()[:3], table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=triton.next_power_of_2(dim), ROWS=query_rows, QUERIES=queries,
         BLOCK=block, SPLIT=split, TILE=TILE, WINDOW=window or 0, VERIFY=width > 1,
-        **options(num_warps=max(warps, query_rows // 16), num_stages=config.stages),
+        enable_fp_fusion=False, **options(num_warps=max(warps, query_rows // 16), num_stages=config.stages),
     )  # fmt: skip
 
 
@@ -504,5 +507,5 @@ def prefill_attention(
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=triton.next_power_of_2(dim),
         ROWS=max(config.rows, group_rows), GROUP_ROWS=group_rows,
         BLOCK=block, SPLIT=split, TILE=TILE, WINDOW=window or 0, SIDES=sides,
-        **options(num_warps=config.warps, num_stages=config.stages),
+        enable_fp_fusion=False, **options(num_warps=config.warps, num_stages=config.stages),
     )  # fmt: skip
