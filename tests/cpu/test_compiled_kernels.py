@@ -442,7 +442,7 @@ class OfRanks(NamedTuple):
 
 
 PEERS = {"parts": OfRanks("*fp32", "*fp32"), "flags": OfRanks("*i64", "*i64"), "results": OfRanks("*bf16", "*bf16")}
-PEERS |= {"mine": "*fp32", "epochs": "*i64", "control": "*i64", "rows": "i32", "patience": "i64"}
+PEERS |= {"mine": "*fp32", "epochs": "*i64", "silent": "*i64", "rows": "i32", "patience": "i64"}
 TWO = {"RANK": 1, "WORLD": 2, "STRIDE": 8192, "PROGRAMS": 128}
 
 
@@ -454,7 +454,9 @@ def test_a_norm_in_the_launch_of_an_exchange_adds_up_its_row_in_the_same_order(s
     none = dict.fromkeys(("static", "codes", "row_scales", "SCALES"))
     given = {"static": None, "SCALES": "token"} if codes else none
     found = compiled(_sum_and_norm, warps, 1, PEERS, **row, **given, **TWO, addend=None)
-    assert sums(found)[:1] == sums(compiled(_norm, warps, 1, **row, **none)) != []
+    alone = compiled(_norm, warps, 1, **row, **given)
+    assert sums(found)[:1] == sums(alone)[:1] != []
+    assert found.asm["ptx"].count("fma.rn.f32") == alone.asm["ptx"].count("fma.rn.f32") > 0, "fused in one kernel alone"
     assert "ld.local" not in found.asm["ptx"]
 
 
