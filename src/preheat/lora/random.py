@@ -30,7 +30,10 @@ class RandomAdapter:
 
 
 def random_adapter(adapter_slots: ModelAdapterSlots, number: int) -> RandomAdapter:
-    """Return random matrices for every module; adapter 0 has the largest rank, others a small one."""
+    """Return random matrices: of the largest rank and for every module in adapter 0, of a small rank in the others.
+
+    The others leave every third module alone, so that a slot has to forget the adapter before.
+    """
     generator = torch.Generator().manual_seed(number)
     rank = adapter_slots.max_rank if number == 0 else min(SMALL_RANK + number, adapter_slots.max_rank)
     factors = {
@@ -39,6 +42,7 @@ def random_adapter(adapter_slots: ModelAdapterSlots, number: int) -> RandomAdapt
             torch.randn(outputs, rank, generator=generator) * rank**-0.5,
             1.0 + number,
         )
-        for name, (outputs, inputs) in adapter_slots.modules.items()
+        for at, (name, (outputs, inputs)) in enumerate(adapter_slots.modules.items())
+        if number == 0 or (at + number) % 3
     }
     return RandomAdapter(f"random {number}", f"random {number}", adapter_slots.pack(factors), RandomSource(number))
