@@ -25,6 +25,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Self
 
+import msgspec
+
+from preheat.server.relay_wire import GENERATE, MEDIA
 from tests.api import hostile_files
 from tests.api.conftest import Server, serving
 
@@ -93,10 +96,10 @@ class Row:
     server: str = "plain"
 
 
-def http(path: str, data: bytes) -> bytes:
+def http(path: str, data: bytes, media: str = "application/json") -> bytes:
     """Return the bytes of a POST request with this body."""
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(data)}\r\n\r\n"
-    return head.encode() + data
+    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Type: {media}\r\n"
+    return f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data
 
 
 def _json(path: str, fields: Callable[[int], dict[str, Any]], *statuses: int, server: str = "plain") -> Row:
@@ -104,6 +107,15 @@ def _json(path: str, fields: Callable[[int], dict[str, Any]], *statuses: int, se
         return http(path, json.dumps(fields(limit - ROOM), separators=(",", ":")).encode())
 
     return Row(path, payload, frozenset(statuses or (400,)), server)
+
+
+def _relayed(fields: Callable[[int], Any]) -> Row:
+    """Return a row of a body in a front's form."""
+
+    def payload(limit: int) -> bytes:
+        return http(GENERATE, msgspec.msgpack.encode(fields(limit - ROOM)), MEDIA)
+
+    return Row(GENERATE, payload, frozenset((400,)))
 
 
 def _many(path: str, before: str, item: str, after: str, *statuses: int, server: str = "plain") -> Row:
@@ -225,6 +237,9 @@ ROWS: dict[str, Row] = {
     # many values
     "prompts_of_one_id": _many(COMPLETIONS, '{"prompt":[', "[1]", "]}"),
     "ids": _many(COMPLETIONS, '{"prompt":[', "7", "]}"),
+    "ids_generated": _many(GENERATE, '{"token_ids":[', "7", "]}"),
+    "relayed_bytes": _relayed(lambda size: b"x" * size),
+    "relayed_lists": _relayed(lambda size: [[]] * (size // 2)),
     "ids_cut": _json(COMPLETIONS, lambda _: {"prompt": [7] * 10**6, "truncate_prompt_tokens": 5, "max_tokens": 1}, 200),
     "ids_allowed": _json(COMPLETIONS, lambda _: {"prompt": [1, 2], "allowed_token_ids": [7] * 10**6}),
     "long_integers": _many(COMPLETIONS, '{"prompt":[', "9" * 600, "]}"),
