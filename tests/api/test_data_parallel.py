@@ -11,13 +11,12 @@ import os
 import re
 import signal
 import time
-from collections.abc import Iterator
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import mixed, normal, together
+from benchmarks.chaos import Answer, mixed, normal, together
 from preheat import LLM
 from preheat.backends.base import Facts
 from preheat.backends.cpu.facts import FACTS as CPU
@@ -184,6 +183,11 @@ def test_replicas_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
         check(traits_of(Settings(data_parallel_size=2)), {"on hpu": HPU.lacks})
 
 
+def killing(victim: int) -> Callable[[list[Answer]], None]:
+    """Return a function of the answers so far, which kills the process ``victim``."""
+    return lambda _: os.kill(victim, signal.SIGKILL)
+
+
 def test_a_killed_replica_changes_no_answer(pair: Server) -> None:
     """Each engine is killed once while it answers requests of every kind, each at another of its tokens."""
     asked = mixed(24, seed=1, adapter="small", tokens=24)
@@ -191,7 +195,7 @@ def test_a_killed_replica_changes_no_answer(pair: Server) -> None:
     parts = sum(len(each.times) for each in expected)
     for victim in pair.engine_pids:
         moved = pair.metric("request_moves_total", reason="died")
-        answers = asyncio.run(together(pair.port, asked, parts // 3, partial(os.kill, victim, signal.SIGKILL)))
+        answers = asyncio.run(together(pair.port, asked, parts // 3, killing(victim)))
         for each, one, other in zip(asked, expected, answers, strict=True):
             assert normal(one)["status"] == "200" and normal(one) == normal(other), each
         assert pair.metric("request_moves_total", reason="died") > moved + 3
