@@ -20,9 +20,12 @@ from preheat.model.files import BUNDLED_PATH
 from preheat.server.operations import allowed_paths, check_settings
 from preheat.settings import Settings
 from tests.api.conftest import Server, free_port, serving
+from tests.waiting import until
 
 KEY = {"Authorization": "Bearer operator"}
-ASKED = {"prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+ASKED: dict[str, Any] = {"prompt": "def add(a, b):", "max_tokens": 24, "temperature": 0, "ignore_eos": True}
+LONG: dict[str, Any] = ASKED | {"max_tokens": 900}
+"""A request that still runs when the next command arrives."""
 COMPLETIONS = "/v1/completions"
 INFO: dict[str, Any] = {"names": ["a"], "dtype_names": ["float32"], "shapes": [[1]]}
 
@@ -56,7 +59,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def operated(root: Path) -> Iterator[Server]:
     options: dict[str, Any] = {"api_key": ["operator"], "server_dev_mode": True, "weights_root": str(root)}
-    options |= {"max_model_len": 192, "dtype": "float32", "num_threads": 1, "enable_sleep_mode": True}
+    options |= {"max_model_len": 1024, "dtype": "float32", "num_threads": 1, "enable_sleep_mode": True}
     options |= {"weight_transfer_config": {"backend": "gloo"}}
     with serving("bundled", engine=None, **options) as server:
         yield server
@@ -164,19 +167,17 @@ def test_pause_and_resume(operated: Server) -> None:
 
     After it both go on.
     """
-    long: dict[str, Any] = ASKED | {"max_tokens": 100}
-    expected = operated.post(COMPLETIONS, long, **KEY).json["choices"][0]["text"]
+    expected = operated.post(COMPLETIONS, LONG, **KEY).json["choices"][0]["text"]
     assert "wait" in told(operated, "/pause?mode=later", None, 400)["error"]["message"]
     answers: list[str] = []
     asking = [
         threading.Thread(
-            target=lambda: answers.append(operated.post(COMPLETIONS, long, **KEY).json["choices"][0]["text"])
+            target=lambda: answers.append(operated.post(COMPLETIONS, LONG, **KEY).json["choices"][0]["text"])
         )
         for _ in range(2)
     ]
     asking[0].start()
-    while operated.metric("num_requests_running") < 1:
-        pass
+    assert until(lambda: operated.metric("num_requests_running") >= 1)
     assert told(operated, "/pause?mode=keep") == {"status": "paused", "message": None}
     asking[1].start()
     assert operated.get("/is_paused", **KEY).json == {"is_paused": True}
@@ -190,7 +191,7 @@ def test_pause_and_resume(operated: Server) -> None:
 
 def test_abort(operated: Server) -> None:
     """A stream ends when the engine is paused, with the reason."""
-    body = ASKED | {"max_tokens": 100, "stream": True}
+    body = LONG | {"stream": True}
     ended: list[str] = []
 
     def ask() -> None:
@@ -199,8 +200,7 @@ def test_abort(operated: Server) -> None:
 
     asking = threading.Thread(target=ask)
     asking.start()
-    while operated.metric("num_requests_running") < 1:
-        pass
+    assert until(lambda: operated.metric("num_requests_running") >= 1)
     told(operated, "/pause")
     asking.join(30)
     assert ended == ["abort"]
