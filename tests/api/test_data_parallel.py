@@ -190,12 +190,12 @@ def killing(victim: int) -> Callable[[list[Answer]], None]:
 
 def test_a_killed_replica_changes_no_answer(pair: Server) -> None:
     """Each engine is killed once while it answers requests of every kind, each at another of its tokens."""
-    asked = mixed(24, seed=1, adapter="small", tokens=24)
+    asked = mixed(24, seed=1, adapter="small", tokens=64)
     expected = asyncio.run(together(pair.port, asked))
     parts = sum(len(each.times) for each in expected)
     for victim in pair.engine_pids:
         moved = pair.metric("request_moves_total", reason="died")
-        answers = asyncio.run(together(pair.port, asked, parts // 3, killing(victim)))
+        answers = asyncio.run(together(pair.port, asked, parts // 8, killing(victim)))
         for each, one, other in zip(asked, expected, answers, strict=True):
             assert normal(one)["status"] == "200" and normal(one) == normal(other), each
         assert pair.metric("request_moves_total", reason="died") > moved + 3
