@@ -41,6 +41,15 @@ The logits are at each of these tokens and behind the last one. Without ``specia
 """
 
 
+def randomize(model: torch.nn.Module) -> None:
+    """Draw weights of a size that keeps activations in range; norms are near 1."""
+    with torch.no_grad():
+        for name, weight in model.named_parameters():
+            mean = float("norm" in name and name.endswith("weight"))
+            std = weight[0].numel() ** -0.5 if weight.dim() > 1 else 0.1
+            weight.normal_(mean=mean if weight.dim() == 1 else 0.0, std=std)
+
+
 def save_llava(folder: Path, seed: int = 0, **changes: Any) -> Reference:
     """Write a checkpoint with tokenizer and processor, and return the reference."""
     from transformers import (
@@ -63,11 +72,7 @@ def save_llava(folder: Path, seed: int = 0, **changes: Any) -> Reference:
     )  # fmt: skip
     torch.manual_seed(seed)
     model = LlavaForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            mean = float("norm" in name and name.endswith("weight"))
-            std = weight[0].numel() ** -0.5 if weight.dim() > 1 else 0.1
-            weight.normal_(mean=mean if weight.dim() == 1 else 0.0, std=std)
+    randomize(model)
     model.save_pretrained(folder)
     images = CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size={"height": SIZE, "width": SIZE})
     more = {"patch_size": PATCH, "num_additional_image_tokens": 1, "chat_template": TEMPLATE}

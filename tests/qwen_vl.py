@@ -11,7 +11,7 @@ import torch
 from tokenizers import AddedToken
 from torch import Tensor
 
-from tests.llava import Reference
+from tests.llava import Reference, randomize
 from tests.tokenizers import byte_level
 
 TEXT: dict[str, Any] = {
@@ -49,11 +49,7 @@ def save_model(folder: Path, vocab_size: int = 199, layers: int = 3) -> Any:
     )  # fmt: skip
     torch.manual_seed(0)
     model = Qwen3VLForConditionalGeneration(config).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            mean = float("norm" in name and name.endswith("weight"))
-            std = weight[0].numel() ** -0.5 if weight.dim() > 1 else 0.1
-            weight.normal_(mean=mean if weight.dim() == 1 else 0.0, std=std)
+    randomize(model)
     model.save_pretrained(folder)
     return model
 

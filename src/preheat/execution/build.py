@@ -96,8 +96,7 @@ class Assembly(NamedTuple):
     """How an engine is built of its model, in a mode.
 
     ``store`` keeps compiled code. ``num_blocks`` replaces the plan's number of blocks, and there is one state slot.
-    ``masked``: rows may have a
-    grammar.
+    ``masked``: rows may have a grammar.
     """
 
     mode: Mode
