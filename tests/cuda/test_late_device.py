@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
@@ -118,14 +119,14 @@ def test_copies_without_a_guard_are_noticed(model: Path, monkeypatch: pytest.Mon
         self._turn = turn
         return self._arrays[turn]
 
-    read = Pooler.read
+    states = Pooler.states
 
-    def unread(self: Pooler, turn: int, rows: int, reporting: Any, alternatives: Any) -> Any:
-        if len(reporting):
+    def unread(self: Pooler, turn: int, count: int) -> np.ndarray:
+        if count:
             torch.cuda.synchronize()
-            return read(self, turn, rows, reporting, alternatives)
-        return torch.zeros(rows, dtype=torch.int64).numpy(), []
+            return states(self, turn, count)
+        return np.zeros((0, 0), np.float32)
 
     monkeypatch.setattr(StepBuffers, "take", take)
-    monkeypatch.setattr(Pooler, "read", unread)
+    monkeypatch.setattr(Pooler, "states", unread)
     assert llm.encode(long, use_tqdm=False)[0].outputs.data.tobytes() != right
