@@ -16,6 +16,7 @@ from preheat.backends.cuda.matmul.kernels import WIDE, KernelConfigs, kernel_con
 from preheat.backends.cuda.matmul.layer import Layer
 from preheat.backends.cuda.matmul.rules import tile_rule
 from preheat.backends.cuda.matmul.tables import Entry, Table
+from preheat.backends.cuda.matmul.weights import PlainWeight
 from preheat.backends.cuda.prove import compile_kernels, differing, fill, prove, settle
 from preheat.settings import Settings
 from tests import layers
@@ -84,10 +85,10 @@ def test_the_kernel_for_many_rows_adds_the_bias_and_writes_no_more_than_its_rows
     shape = LinearShape(2000, 520, gated, dtype)
     x, weight, bias = operands(shape, 200)
     room = torch.full((201, shape.columns), 7.0, device="cuda", dtype=dtype)
-    expected = apply(REFERENCE[torch.bfloat16], x, weight, bias, gated)
-    assert torch.equal(apply(wide, x, weight, bias, gated, room[:200]), expected)
+    expected = apply(REFERENCE[torch.bfloat16], x, PlainWeight(weight), bias, gated)
+    assert torch.equal(apply(wide, x, PlainWeight(weight), bias, gated, room[:200]), expected)
     assert room[200].eq(7).all()
-    assert not torch.equal(apply(wide, x, weight, None, gated), expected)
+    assert not torch.equal(apply(wide, x, PlainWeight(weight), None, gated), expected)
 
 
 def test_the_kernel_for_many_rows_refuses_shapes_that_the_copy_engine_cannot_read(hopper):
@@ -118,7 +119,7 @@ def test_cutting_the_inputs_into_parts_is_seen():
 def test_a_call_that_may_split_leaves_nothing_behind():
     x, weight = torch.ones(4, 64, device="cuda").bfloat16(), torch.ones(32, 64, device="cuda").bfloat16()
     before = torch._C._get_cublas_allow_bf16_reduced_precision_reduction()
-    apply(Library(split=True), x, weight, None, False)
+    apply(Library(split=True), x, PlainWeight(weight), None, False)
     assert torch._C._get_cublas_allow_bf16_reduced_precision_reduction() == before
 
 
@@ -131,7 +132,7 @@ def test_accuracy(dtype, gated):
         gate, up = exact.chunk(2, 1)
         exact = torch.nn.functional.silu(gate) * up
     for choice in (REFERENCE[dtype], rule(LinearShape(2048, 4096, gated, dtype), 65), Library()):
-        y = apply(choice, x, weight, bias, gated)
+        y = apply(choice, x, PlainWeight(weight), bias, gated)
         error = (y.double() - exact).abs().max() / exact.abs().max()
         assert error < (1e-2 if dtype == torch.bfloat16 else 1e-5), choice
 
@@ -141,9 +142,9 @@ def test_accuracy(dtype, gated):
 def test_the_result_is_written_into_the_given_tensor(choice, bias):
     x, weight, vector = operands(LinearShape(512, 256), 9)
     room = torch.full((10, 512), 7.0, device="cuda").bfloat16()
-    y = apply(choice, x, weight, vector if bias else None, False, room[:9])
+    y = apply(choice, x, PlainWeight(weight), vector if bias else None, False, room[:9])
     assert y.data_ptr() == room.data_ptr()
-    assert torch.equal(y, apply(choice, x, weight, vector if bias else None, False))
+    assert torch.equal(y, apply(choice, x, PlainWeight(weight), vector if bias else None, False))
     assert room[9].eq(7).all()
 
 

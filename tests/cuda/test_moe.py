@@ -17,6 +17,7 @@ from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.matmul.config import PLAIN, REFERENCE, ExpertsConfig, ExpertsShape, Tile, Wide
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.tables import Table
+from preheat.backends.cuda.matmul.weights import PlainWeight
 from preheat.backends.cuda.moe import ExpertsLayer
 from preheat.backends.cuda.moe_route import arrange
 from preheat.backends.cuda.moe_tuner import TOKENS as TUNED
@@ -68,12 +69,11 @@ def bits(y: Tensor) -> Tensor:
 def test_every_way_gives_the_bits_of_dense_kernels(shape):
     experts, x, logits, routing = made(shape)
     plain = REFERENCE[x.dtype]
-    gate_up, down = experts._gate_up[0], experts._down[0]
-    assert isinstance(gate_up, Tensor) and isinstance(down, Tensor)
+    gate_up, down = (weight.plain() for weight in (experts._gate_up[0], experts._down[0]))
 
     def expert(number: int, rows: Tensor) -> Tensor:
-        inner = apply(plain, rows.contiguous(), gate_up[number], None, True)
-        return apply(plain, inner, down[number], None, False)
+        inner = apply(plain, rows.contiguous(), PlainWeight(gate_up[number]), None, True)
+        return apply(plain, inner, PlainWeight(down[number]), None, False)
 
     chosen, close = route(logits, routing)
     weights = arrange(logits, routing, 1, experts._counts).weights

@@ -5,6 +5,7 @@ import torch
 
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.matmul.config import Tile
+from preheat.backends.cuda.matmul.weights import PlainWeight
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.proof import noise, signed_pairs
 from tests import layers
@@ -41,41 +42,43 @@ def test_every_tile_gives_the_bits_of_a_sum_in_order(tile, dtype):
     x = signed_pairs(noise(5, 72, seed=1) * noise(5, 72, seed=2).exp(), 1.0).to(dtype)
     weight = signed_pairs(noise(40, 72) * noise(40, 72, seed=3).exp(), -1.0).to(dtype)
     bias = noise(40, seed=4).to(dtype)
-    assert torch.equal(apply(tile, x, weight, None, False), in_order(x, weight))
-    assert torch.equal(apply(tile, x, weight, bias, False), in_order(x, weight, bias))
+    assert torch.equal(apply(tile, x, PlainWeight(weight), None, False), in_order(x, weight))
+    assert torch.equal(apply(tile, x, PlainWeight(weight), bias, False), in_order(x, weight, bias))
 
 
 def test_another_order_has_other_bits():
     """Negative control of the test above: the same numbers are added from the last to the first."""
     x, weight = signed_pairs(noise(5, 64, seed=1), 1.0), signed_pairs(noise(40, 64), -1.0)
-    backwards = apply(PLAIN, x.flip(1).contiguous(), weight.flip(1).contiguous(), None, False)
-    assert not torch.equal(apply(PLAIN, x, weight, None, False), backwards)
+    backwards = apply(PLAIN, x.flip(1).contiguous(), PlainWeight(weight.flip(1).contiguous()), None, False)
+    assert not torch.equal(apply(PLAIN, x, PlainWeight(weight), None, False), backwards)
 
 
 @pytest.mark.parametrize(("tile", "dtype"), [(TILES[0], torch.float32), (TILES[3], torch.bfloat16)], ids=str)
 def test_gated_is_the_product_and_then_the_gate(tile, dtype):
     x, weight, bias = noise(3, 64, seed=1).to(dtype), noise(80, 64).to(dtype), noise(80, seed=2).to(dtype)
-    gated = apply(tile, x, weight, bias, True)
+    gated = apply(tile, x, PlainWeight(weight), bias, True)
     wide = x.double() @ weight.double().t() + bias.double()
     exact = torch.nn.functional.silu(wide[:, :40]) * wide[:, 40:]
     assert gated.shape == (3, 40)
     assert error(gated, exact) < 2 * ROUNDING[dtype]
-    apart = apply(tile, x, weight, bias, False)
+    apart = apply(tile, x, PlainWeight(weight), bias, False)
     assert error(gated, silu_and_mul(apart).double()) < ROUNDING[dtype]
-    assert torch.equal(gated, apply(PLAIN, x, weight, bias, True))
+    assert torch.equal(gated, apply(PLAIN, x, PlainWeight(weight), bias, True))
 
 
 @DTYPES
 def test_accuracy(dtype):
     x, weight = noise(4, 200, seed=1).to(dtype), noise(24, 200).to(dtype)
-    assert error(apply(TILES[0], x, weight, None, False), x.double() @ weight.double().t()) < ROUNDING[dtype]
+    assert (
+        error(apply(TILES[0], x, PlainWeight(weight), None, False), x.double() @ weight.double().t()) < ROUNDING[dtype]
+    )
 
 
 def test_a_row_has_the_same_bits_in_any_batch_and_row():
     x, weight = noise(37, 64, seed=1).bfloat16(), noise(48, 64).bfloat16()
-    whole = apply(TILES[0], x, weight, None, False)
+    whole = apply(TILES[0], x, PlainWeight(weight), None, False)
     for rows in (1, 15, 16, 17):
-        assert torch.equal(apply(TILES[1], x[-rows:], weight, None, False), whole[-rows:])
+        assert torch.equal(apply(TILES[1], x[-rows:], PlainWeight(weight), None, False), whole[-rows:])
 
 
 def test_a_layer_writes_into_the_given_tensor():

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.matmul.config import ExpertsConfig, Tile
+from preheat.backends.cuda.matmul.weights import PlainWeight
 from preheat.backends.cuda.moe import experts_forward
 from preheat.backends.cuda.moe_route import Arrangement, arrange, most_blocks
 from preheat.model.update import reset_state
@@ -31,8 +32,9 @@ def operands(tokens: int, experts: int, dtype: torch.dtype = torch.bfloat16) -> 
 
 
 def forward(config: ExpertsConfig, operands: tuple[Tensor, ...], routing: Routing) -> Tensor:
-    counts = torch.zeros(operands[1].shape[1], dtype=torch.int32)
-    found = experts_forward(config, *operands, routing, counts)
+    x, logits, gate_up, down = operands
+    counts = torch.zeros(logits.shape[1], dtype=torch.int32)
+    found = experts_forward(config, x, logits, PlainWeight(gate_up), PlainWeight(down), routing, counts)
     assert not counts.any()  # the next layer's use begins with zeros
     return found
 
@@ -50,8 +52,8 @@ def expected(operands: tuple[Tensor, ...], routing: Routing) -> Tensor:
     )
 
     def expert(number: int, rows: Tensor) -> Tensor:
-        inner = apply(PLAIN, rows.contiguous(), gate_up[number].contiguous(), None, True)
-        return apply(PLAIN, inner, down[number].contiguous(), None, False)
+        inner = apply(PLAIN, rows.contiguous(), PlainWeight(gate_up[number].contiguous()), None, True)
+        return apply(PLAIN, inner, PlainWeight(down[number].contiguous()), None, False)
 
     return routed(x, chosen, weights, len(gate_up), expert)
 

@@ -11,12 +11,12 @@ import torch
 
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.matmul.config import Expanded, ExpertsConfig, LinearShape, Tile
-from preheat.backends.cuda.matmul.weights import DeviceWeight, can_be_shuffled, dequantized
+from preheat.backends.cuda.matmul.weights import DeviceWeight, PlainWeight, can_be_shuffled, dequantized
 from preheat.backends.cuda.moe import experts_forward
 from preheat.backends.cuda.moe_route import arrange
 from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
-from preheat.backends.cuda.prove import fill
 from preheat.backends.cuda.prove import random_weight as random_codes
+from preheat.backends.cuda.prove import refill
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.model.layers import DenseMlp, MoeMlp, fused, normed
 from preheat.ops import quantization
@@ -137,7 +137,7 @@ def test_layers_have_the_bits_of_the_dequantized_model(scheme):
 def test_gated_layers_too(scheme, dtype):
     weight = random_weight(scheme, 40, 160, dtype=dtype)
     x, bias, codes = noise(5, 160).to(dtype), noise(40).to(dtype), DeviceWeight.of(weight)
-    right = apply(Tile(32, 16, 64, 4, 3), x, quantization.dequantize(weight), bias, True)
+    right = apply(Tile(32, 16, 64, 4, 3), x, PlainWeight(quantization.dequantize(weight)), bias, True)
     assert torch.equal(apply(TILES[0], x, codes, bias, True), right)
     assert torch.equal(apply(TILES[0], x, codes, bias, False), in_order(x, quantization.dequantize(weight), bias))
 
@@ -237,7 +237,7 @@ def test_experts_of_codes_are_the_dequantized_ones(scheme, block):
         random_weight(scheme, 3, 256, inner, dtype=dtype, seed=1),
     )
     x, logits, counts = noise(4, 256).to(dtype), noise(4, 3, seed=1).to(dtype), torch.zeros(3, dtype=torch.int32)
-    plain = [quantization.dequantize(weight) for weight in weights]
+    plain = [PlainWeight(quantization.dequantize(weight)) for weight in weights]
     codes = [DeviceWeight.of(weight) for weight in weights]
     tile, usual = Tile(64, 16, 256, 4, 3), Tile(32, 16, 64, 4, 3)
     right = experts_forward(ExpertsConfig(16, usual, usual), x, logits, *plain, routing, counts)
@@ -251,7 +251,7 @@ def test_the_exact_result_of_the_proof_at_boot_is_zero(scheme):
     """Sums that cancel leave nothing but the order of the additions."""
     shape = LinearShape(16, 256, dtype=torch.float32, scheme=scheme)
     x, weight = torch.empty(3, 256), random_codes(shape, torch.device("cpu"), 1)
-    fill(x, weight, 1)
+    refill(shape, x, weight, 1)
     exact = x.double() @ dequantized(weight).double().t()
     assert dequantized(weight).abs().max() > 0
     assert exact.abs().max() < 1e-12 * dequantized(weight).abs().max()

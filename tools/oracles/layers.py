@@ -31,7 +31,7 @@ from preheat.backends.cuda.matmul.config import (
 )
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.tables import tables_for
-from preheat.backends.cuda.matmul.weights import DeviceWeight
+from preheat.backends.cuda.matmul.weights import DeviceWeight, PlainWeight
 from preheat.backends.cuda.moe import experts_forward
 from preheat.backends.cuda.sharing import CudaSharing
 from preheat.ops.kinds import Scheme
@@ -282,7 +282,7 @@ def _of(shape: LinearShape) -> str:
 def _by(choice: KernelConfig, shape: LinearShape, rows: int) -> object:
     """Run a layer of ``shape`` by the kernel ``choice``."""
     given = weight(shape.scheme, shape.outputs, shape.inputs, dtype=shape.dtype)
-    held = given if isinstance(given, Tensor) else DeviceWeight.of(given, shuffled=shape.shuffled)
+    held = PlainWeight(given) if isinstance(given, Tensor) else DeviceWeight.of(given, shuffled=shape.shuffled)
     x = torch.empty(rows, shape.inputs, dtype=shape.dtype, device=META)
     return apply(choice, x, held, None, shape.gated)
 
@@ -291,7 +291,7 @@ def _experts_by(config: ExpertsConfig, shape: ExpertsShape, tokens: int) -> obje
     """Run experts by the kernels of ``config``."""
     sizes = (shape.num_experts, 2 * shape.inner, shape.hidden), (shape.num_experts, shape.hidden, shape.inner)
     given = [weight(shape.scheme, *size, dtype=shape.dtype) for size in sizes]
-    held = [each if isinstance(each, Tensor) else DeviceWeight.of(each) for each in given]
+    held = [PlainWeight(each) if isinstance(each, Tensor) else DeviceWeight.of(each) for each in given]
     x = torch.empty(tokens, shape.hidden, dtype=shape.dtype, device=META)
     logits = torch.empty(tokens, shape.num_experts, dtype=shape.dtype, device=META)
     counts = torch.zeros(shape.num_experts, dtype=torch.int32, device=META)

@@ -32,6 +32,7 @@ from preheat.backends.cuda.launch import begin, begin_early, begin_late, options
 from preheat.backends.cuda.lora_expand import Expansion
 from preheat.backends.cuda.lora_hopper import adapters_of, add_adapters
 from preheat.backends.cuda.matmul.config import LinearShape, Wide, fits_wide
+from preheat.backends.cuda.matmul.weights import PlainWeight
 
 INPUTS = gl.constexpr(64)
 """Depth of a tile: 128-byte rows of shared memory."""
@@ -210,24 +211,24 @@ def fits(shape: LinearShape) -> bool:
 
 
 def wide(
-    choice: Wide, x: Tensor, weight: Tensor, bias: Tensor | None, gated: bool, y: Tensor,
-    experts: Tensor | None = None, starts: Tensor | None = None, adapters: Expansion | None = None, splits: int = 1,
+    choice: Wide, x: Tensor, weight: PlainWeight, bias: Tensor | None, gated: bool, y: Tensor,
+    experts: Tensor | None = None, starts: Tensor | None = None, adapters: Expansion | None = None,
 ) -> None:  # fmt: skip
     """Compute ``y`` [rows, columns] from ``x`` [rows, inputs], where :func:`fits`; all contiguous.
 
-    The inputs are cut into 1 or 2 ``splits`` of whole steps; y may be fp32.
+    The inputs are cut into 1 or 2 splits of whole steps; y may be fp32.
 
     With ``experts`` and ``starts`` of an arrangement in blocks of ``choice.rows`` (:mod:`preheat.backends.cuda.moe`),
     ``weight`` [experts, outputs, inputs] has the weights of each block. The grid has at most one program for each
     multiprocessor. ``adapters``: see :func:`preheat.backends.cuda.linear.apply`; their second matrices are of bfloat16.
     """
-    num_experts, outputs, inputs = weight.shape if weight.dim() == 3 else (1, *weight.shape)
-    halves = 2 if gated else 1
-    group = choice.rows // 2
+    num_experts, outputs, inputs = weight.shape if len(weight.shape) == 3 else (1, *weight.shape)
+    halves, group = 2 if gated else 1, choice.rows // 2
+    weights = weight.tensor.view(num_experts * halves, -1, inputs)
     tiles = triton.cdiv(len(x), choice.rows) * triton.cdiv(outputs, choice.outputs)
     _wide[(min(tiles, processors(x.device)),)](
         descriptor(x, group, INPUTS.value),
-        descriptor(weight.view(num_experts * halves, -1, inputs), halves, choice.outputs // halves, INPUTS.value),
+        descriptor(weights, halves, choice.outputs // halves, INPUTS.value),
         descriptor(y, group, choice.outputs // 2),
         bias,
         experts,
@@ -237,7 +238,7 @@ def wide(
         gated=gated,
         EXPERTS=num_experts,
         STAGES=choice.stages,
-        SPLITS=splits,
+        SPLITS=weight.splits,
         **(adapters.constants if adapters else {}),
         **options(num_warps=4, num_stages=1, maxnreg=168),
     )

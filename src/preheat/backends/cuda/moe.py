@@ -36,13 +36,7 @@ from preheat.backends.cuda.matmul.config import Expanded, ExpertsConfig, Tile, W
 from preheat.backends.cuda.matmul.gemm import experts_product, experts_splits
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.layer import stored
-from preheat.backends.cuda.matmul.weights import (
-    DeviceWeight,
-    codes_of,
-    dequantized_experts,
-    quantized_input,
-    tensors_of,
-)
+from preheat.backends.cuda.matmul.weights import DeviceWeight, PlainWeight, Weight
 from preheat.backends.cuda.moe_route import Arrangement, arrange, combine, spread
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_parts, silu_and_quantize
@@ -57,7 +51,6 @@ _TILES = ExpertsConfig(64, Tile(128, 64, 64, 4, 4, True), Tile(128, 64, 64, 4, 3
 Inner = Callable[[Tile, Arrangement], Iterator[Tensor]]
 """Function that yields the activations [arranged rows, inner numbers of a split] of each split, by a kernel's tile."""
 
-Weights = Tensor | DeviceWeight
 Rows = Tensor | QuantizedRows
 Adding = Callable[[Tensor, Tensor, Arrangement, bool], Tensor]
 """Function that adds terms to a layer's outputs, in arranged rows. It gets the outputs, the plain inputs, the
@@ -73,7 +66,7 @@ class Biased(NamedTuple):
 
 
 def experts_forward(
-    config: ExpertsConfig, x: Rows, logits: Tensor, gate_up: Weights, down: Weights, routing: Routing, counts: Tensor,
+    config: ExpertsConfig, x: Rows, logits: Tensor, gate_up: Weight, down: Weight, routing: Routing, counts: Tensor,
     adding: Adding | None = None, biased: Biased | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the outputs of the experts for ``x`` [tokens, hidden] by the kernels of ``config``.
@@ -95,14 +88,14 @@ def experts_forward(
     return combine(adding(z, plain_rows(rows), arrangement, False), arrangement)
 
 
-def activated(gate_up: Tensor, down: Weights) -> Rows:
+def activated(gate_up: Tensor, down: Weight) -> Rows:
     """Return silu(gate) * up of ``gate_up`` [rows, 2 * inner], as the layer ``down`` reads it, and plain."""
-    how = quantized_input(down)
+    how = down.quantized_input
     return silu_and_mul(gate_up) if how is None else silu_and_quantize(gate_up, how.kind, how.static)
 
 
 def experts_layer(
-    choice: Tile | Wide | Expanded, x: Rows, weight: Weights, arrangement: Arrangement, *, gated: bool,
+    choice: Tile | Wide | Expanded, x: Rows, weight: Weight, arrangement: Arrangement, *, gated: bool,
     gathered: bool | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the outputs of one of both layers by the kernel ``choice``.
@@ -110,16 +103,14 @@ def experts_layer(
     See :func:`preheat.backends.cuda.matmul.gemm.experts_product`.
     """
     gathered = gated if gathered is None else gathered
-    if isinstance(choice, Tile):
+    if choice.kind == "tile":
         return experts_product(choice, x, weight, arrangement, gated=gated, gathered=gathered, bias=bias)
-    assert isinstance(x, Tensor)
-    if isinstance(choice, Expanded):
-        assert isinstance(weight, DeviceWeight)
-        plain = dequantized_experts(weight)
+    if choice.kind == "expanded":
+        plain = PlainWeight(weight.plain())
         return experts_layer(choice.choice, x, plain, arrangement, gated=gated, gathered=gathered, bias=bias)  # type: ignore[arg-type]
-    assert isinstance(weight, Tensor) and bias is None
-    rows = spread(x, arrangement) if gathered else x
-    y = x.new_empty(arrangement.rows, weight.shape[1] // 2 if gated else weight.shape[1])
+    assert weight.form == "plain" and bias is None
+    rows = spread(weight.rows(x), arrangement) if gathered else weight.rows(x)
+    y = weight.room(arrangement.rows, weight.shape[1] // 2 if gated else weight.shape[1])
     wide(choice, rows, weight, None, gated, y, arrangement.experts, arrangement.starts)
     return y
 
@@ -145,21 +136,17 @@ class ExpertsLayer:
         self.value, self.configs, self._split = value, configs, order.is_split
         self._ranks, self._rows = cast(RankSums, context.ranks or RankSums()), cast(CudaAdapterRows, context.rows)
         self.shape = experts_shape_of(value)
-        gate_up, down, *biases = weights
+        biases, gate_up, down = weights[2:], stored(weights[0], ONE_SUM), stored(weights[1], order)
         self._biased = None
         if biases[0] is not None and biases[1] is not None:
             self._biased = Biased(biases[0], biases[1], value.gate_up.finish.activation or "silu_and_mul")
-        self._gate_up: list[Weights]
-        self._down: list[Weights]
-        spare = 0
-        if self._split and isinstance(gate_up, Tensor) and isinstance(down, Tensor):
-            spare = 1
+        self._gate_up, self._down, spare = [gate_up], [down], 0
+        if self._split and gate_up.form == "plain" and down.form == "plain":
+            spare, experts = 1, len(gate_up)
             self.shape = self.shape._replace(inner=down.shape[2] // order.own_k_splits)
-            halves = gate_up.view(len(gate_up), 2, -1, gate_up.shape[2]).chunk(order.own_k_splits, 2)
-            self._gate_up = [half.reshape(len(gate_up), -1, gate_up.shape[2]).contiguous() for half in halves]
-            self._down = [part.contiguous() for part in down.chunk(order.own_k_splits, 2)]
-        else:
-            self._gate_up, self._down = [stored(gate_up, ONE_SUM)], [stored(down, order)]
+            halves = gate_up.tensor.view(experts, 2, -1, gate_up.shape[2]).chunk(order.own_k_splits, 2)
+            self._gate_up = [PlainWeight(half.reshape(experts, -1, gate_up.shape[2]).contiguous()) for half in halves]
+            self._down = [PlainWeight(part.contiguous()) for part in down.tensor.chunk(order.own_k_splits, 2)]
         self._counts = torch.zeros(self.shape.num_experts, dtype=torch.int32, device=device)
         self._spare = [torch.zeros_like(self._counts)] * spare  # of all splits but the last
         self.slots: RoutedFactors | None = None
@@ -168,7 +155,9 @@ class ExpertsLayer:
 
     def weights(self) -> Iterator[Tensor]:
         """See :class:`preheat.backends.base.HasWeights`."""
-        return tensors_of(*self._gate_up, *self._down, *(() if self._biased is None else self._biased[:2]))
+        for weight in (*self._gate_up, *self._down):
+            yield from weight.tensors
+        yield from () if self._biased is None else self._biased[:2]
 
     def state(self) -> tuple[Tensor, ...]:
         """See :class:`preheat.backends.base.HasWeights`."""
@@ -178,7 +167,7 @@ class ExpertsLayer:
     @property
     def fused_input(self) -> QuantizedInput | None:
         """How the norm before experts may quantize their rows; terms read them plain."""
-        found = quantized_input(self._gate_up[0])
+        found = self._gate_up[0].quantized_input
         return found if found is None or self.slots is None else found.beside_plain()
 
     def __call__(self, x: Rows, logits: Tensor) -> Tensor:
@@ -215,7 +204,7 @@ class ExpertsLayer:
         ``apart`` as for :meth:`local`.
         """
         weights = self._gate_up[0], self._down[0]
-        if self._biased is not None and isinstance(config.gate_up, Wide):
+        if self._biased is not None and config.gate_up.kind == "wide":
             config = _TILES  # the kernel for many rows adds no bias
         with self._counting():
             adding = self._added if apart else None
@@ -241,7 +230,7 @@ class ExpertsLayer:
 
     def _partial(self, config: ExpertsConfig, x: Rows, logits: Tensor, ranks: RankSums) -> Tensor:
         """Return this rank's share of the sum: fp32 [tokens, hidden]."""
-        if isinstance(self._down[0], DeviceWeight):
+        if self._down[0].form != "plain":
             with self._counting():
                 arrangement = arrange(logits, self.value.routing, config.block, self._counts)
                 inner = experts_layer(config.gate_up, x, self._gate_up[0], arrangement, gated=True)
@@ -275,8 +264,8 @@ class ExpertsLayer:
 
     def _cut(self, config: ExpertsConfig, logits: Tensor, inner_of: Inner) -> Tensor:
         """Return the sum of the splits of plain experts; ``inner_of`` yields the activations of each."""
-        tiles = _TILES if isinstance(config.gate_up, Wide) else config
-        assert isinstance(tiles.gate_up, Tile) and isinstance(tiles.down, Tile)
+        tiles = _TILES if config.gate_up.kind == "wide" else config
+        assert tiles.gate_up.kind == "tile" and tiles.down.kind == "tile"
         with self._counting():
             arrangement, sums = arrange(logits, self.value.routing, tiles.block, self._counts), list[Tensor]()
             for rows, down in zip(inner_of(tiles.gate_up, arrangement), self._down, strict=True):
@@ -290,14 +279,12 @@ class ExpertsLayer:
         ranks: RankSums,
     ) -> Tensor:  # fmt: skip
         """Return each split of ``inner`` times quantized ``down``: fp32 [splits, arranged rows, hidden]."""
-        if isinstance(choice, Expanded):
-            assert isinstance(choice.choice, Tile)
-            return _plain_splits(choice.choice, inner, dequantized_experts(down), down.splits, arrangement)
-        assert isinstance(choice, Tile)
-        if down.scheme.activations is None:
-            return experts_splits(choice, inner, down, arrangement)
+        if choice.kind == "expanded":
+            assert choice.choice.kind == "tile"
+            return _plain_splits(choice.choice, inner, down.plain(), down.splits, arrangement)
+        assert choice.kind == "tile"
         if down.scheme.activations != "token" or ranks.world == 1:
-            return experts_splits(choice, codes_of(inner, down), down, arrangement)
+            return experts_splits(choice, inner, down, arrangement)
         places = None if arrangement.block == 1 else arrangement.places
         return experts_splits(choice, quantize_parts(inner, ranks, places), down, arrangement)
 
@@ -315,8 +302,9 @@ class ExpertsLayer:
 
 
 def _plain_splits(tile: Tile, inner: Tensor, down: Tensor, splits: int, arrangement: Arrangement) -> Tensor:
-    parts = zip(inner.chunk(splits, 1), down.chunk(splits, 2), strict=True)
-    return torch.stack([
-        experts_product(tile, x.contiguous(), w.contiguous(), arrangement, gated=False, dtype=torch.float32)
-        for x, w in parts
-    ])  # fmt: skip
+
+    def product(x: Tensor, part: Tensor) -> Tensor:
+        weight = PlainWeight(part.contiguous())
+        return experts_product(tile, x.contiguous(), weight, arrangement, gated=False, dtype=torch.float32)
+
+    return torch.stack([product(*each) for each in zip(inner.chunk(splits, 1), down.chunk(splits, 2), strict=True)])

@@ -25,8 +25,8 @@ from preheat.backends.cuda.matmul.fit import fitted
 from preheat.backends.cuda.matmul.kernels import fitting_tiles
 from preheat.backends.cuda.matmul.rules import ALONE, experts_rule
 from preheat.backends.cuda.matmul.tables import ExpertsEntry
-from preheat.backends.cuda.matmul.weights import DeviceWeight
-from preheat.backends.cuda.moe import Weights, experts_forward, experts_layer
+from preheat.backends.cuda.matmul.weights import DeviceWeight, PlainWeight, Weight
+from preheat.backends.cuda.moe import experts_forward, experts_layer
 from preheat.backends.cuda.moe_route import Arrangement, arrange
 from preheat.backends.cuda.tuner import graph_microseconds
 from preheat.ops.quantization import empty_weight
@@ -72,7 +72,7 @@ def _that_fit(shape: ExpertsShape, layer: LinearShape, block: int) -> Iterator[C
     """Yield the kernels for one of both layers, cut to this card, each once."""
     card = card_at()
     cut = (fitted(choice, layer, card) for choice in candidates(shape, layer, block))
-    yield from dict.fromkeys(choice for choice in cut if isinstance(choice, Tile | Wide))
+    yield from dict.fromkeys(choice for choice in cut if choice.kind == "tile" or choice.kind == "wide")
 
 
 class Bench:
@@ -155,11 +155,11 @@ def _microseconds(work: Callable[[], object]) -> float:
     return graph_microseconds(work, 5) / ROUTINGS
 
 
-def _random(shape: ExpertsShape, outputs: int, inputs: int) -> Weights:
+def _random(shape: ExpertsShape, outputs: int, inputs: int) -> Weight:
     """Return random weights of all experts."""
     size = (shape.num_experts, outputs, inputs)
     if shape.scheme is None:
-        return torch.randn(size, device="cuda", dtype=shape.dtype).mul_(0.02)
+        return PlainWeight(torch.randn(size, device="cuda", dtype=shape.dtype).mul_(0.02))
     weight = empty_weight(shape.scheme, *size, dtype=shape.dtype, device=torch.device("cuda"))
     weight.codes.view(torch.uint8).random_(0, 0x70)
     weight.scales.uniform_(0.5, 2).mul_(2.0**-10)

@@ -20,16 +20,14 @@ from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.matmul.config import (
-    Expanded,
     ExpertsShape,
     KernelConfig,
-    Library,
     LinearShape,
     experts_reference,
     reference,
 )
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
-from preheat.backends.cuda.matmul.weights import DeviceWeight, dequantized
+from preheat.backends.cuda.matmul.weights import DeviceWeight, PlainWeight, Weight
 from preheat.backends.cuda.moe import ExpertsLayer
 from preheat.errors import KernelRefused
 from preheat.ops import fp4
@@ -109,12 +107,12 @@ def compile_kernels(used: Iterable[tuple[LinearShape, KernelConfig]], *, ignore_
     """Compile our kernels among ``used``, side by side, unless they are compiled already."""
     with compiling(os.cpu_count() or 1, ignore_errors=ignore_errors):
         for shape, choice in dict.fromkeys(used):
-            kernel = choice.choice if isinstance(choice, Expanded) else choice
-            x, weight, bias, y = _operands(shape, 1 if isinstance(kernel, Library) else kernel.rows)
-            if not isinstance(kernel, Library):
+            kernel = choice.multiplies
+            x, weight, bias, y = _operands(shape, 1 if kernel.kind == "library" else kernel.rows)
+            if kernel.kind != "library":
                 _by(choice, shape, x, weight, bias, y)
-            elif isinstance(weight, DeviceWeight):
-                dequantized(weight)
+            elif choice.kind == "expanded":
+                weight.plain()
 
 
 def prove(
@@ -156,7 +154,7 @@ def differing(
 
     graph = None
     for seed in range(seeds):
-        fill(x, weight, seed)
+        refill(shape, x, weight, seed)
         _by(reference(shape), shape, x, weight, bias, expected)
         compare(differs[0])
         if graph is None:
@@ -190,7 +188,7 @@ def _settle(experts: ExpertsLayer, sizes: Sequence[int], apart: bool, seeds: int
     with compiling(os.cpu_count() or 1):
         right(x, logits)
     for tokens in _refused(sizes, found):
-        configs.reject(shape, tokens)
+        configs.reject_experts(shape, tokens)
     wrong: set[int] = set()
     for seed in range(seeds):
         fill(x, logits, seed)
@@ -200,7 +198,7 @@ def _settle(experts: ExpertsLayer, sizes: Sequence[int], apart: bool, seeds: int
     for tokens in sorted(wrong):
         config = configs.experts(shape, tokens)
         logger.info("%s gives other bits than the contract for %d tokens of %s: it is not used", config, tokens, shape)
-        configs.reject(shape, tokens)
+        configs.reject_experts(shape, tokens)
 
 
 def _refused(sizes: Sequence[int], found: Callable[[int], object]) -> Iterator[int]:
@@ -228,46 +226,45 @@ def _routed(shape: ExpertsShape, tokens: int) -> tuple[Tensor, Tensor]:
 
 
 def _by(
-    choice: KernelConfig, shape: LinearShape, x: Tensor, weight: Tensor | DeviceWeight, bias: Tensor | None,
-    out: Tensor | None,
-) -> Tensor:  # fmt: skip
+    choice: KernelConfig, shape: LinearShape, x: Tensor, weight: Weight, bias: Tensor | None, out: Tensor | None
+) -> Tensor:
     """Return the layer's outputs for ``x`` by the kernel ``choice``, in ``out`` if it is given."""
-    return apply(choice, x, weight, bias, shape.gated, out, splits=max(shape.splits, 1))
+    return apply(choice, x, weight, bias, shape.gated, out)
 
 
-def _operands(shape: LinearShape, rows: int) -> tuple[Tensor, Tensor | DeviceWeight, Tensor | None, Tensor]:
+def _operands(shape: LinearShape, rows: int) -> tuple[Tensor, Weight, Tensor | None, Tensor]:
     """Return x, W, b (zeros) and y of ``rows`` rows; y is fp32 sums if the layer's inputs are cut."""
     x = torch.empty(rows, shape.inputs, device="cuda", dtype=shape.dtype)
-    weight: Tensor | DeviceWeight = torch.empty(shape.outputs, shape.inputs, device="cuda", dtype=shape.dtype)
-    if shape.scheme is not None:
+    weight: Weight
+    if shape.scheme is None:
+        plain = torch.empty(shape.outputs, shape.inputs, device="cuda", dtype=shape.dtype)
+        weight = PlainWeight(plain, max(shape.splits, 1))
+    else:
         weight = random_weight(shape, x.device, 0)
     bias = torch.zeros(shape.outputs, device="cuda", dtype=shape.dtype) if shape.bias else None
     y = torch.empty(rows, shape.columns, device="cuda", dtype=torch.float32 if shape.splits else shape.dtype)
     return x, weight, bias, y
 
 
-def fill(x: Tensor, weight: Tensor | DeviceWeight, seed: int) -> None:
+def refill(shape: LinearShape, x: Tensor, weight: Weight, seed: int) -> None:
+    """Write new numbers into ``x`` and a weight of ``shape`` in place, see :func:`fill`."""
+    if weight.form == "plain":
+        fill(x, weight.tensor, seed)
+        return
+    _fill(x, 1.0, seed, torch.Generator(x.device).manual_seed(seed))
+    new = random_weight(shape, x.device, seed)
+    for tensor, numbers in zip(weight.tensors, new.tensors, strict=True):
+        tensor.copy_(numbers)
+
+
+def fill(x: Tensor, weight: Tensor, seed: int) -> None:
     """Write new numbers in place.
 
     With ``seed`` 0 they are normal; else they have all magnitudes, and products that sum to zero exactly.
     """
     random = torch.Generator(x.device).manual_seed(seed)
     _fill(x, 1.0, seed, random)
-    if isinstance(weight, DeviceWeight):
-        outputs, inputs = weight.shape
-        shape = LinearShape(
-            outputs,
-            inputs,
-            dtype=weight.dtype,
-            scheme=weight.scheme,
-            shuffled=weight.shuffled,
-            bf16_scales=weight.bf16_scales,
-        )
-        new = random_weight(shape, x.device, seed)
-        for tensor, numbers in zip(weight.tensors, new.tensors, strict=True):
-            tensor.copy_(numbers)
-    else:
-        _fill(weight, -1.0, seed, random)
+    _fill(weight, -1.0, seed, random)
 
 
 def _fill(tensor: Tensor, sign: float, seed: int, random: torch.Generator) -> None:

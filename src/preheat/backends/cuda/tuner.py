@@ -23,7 +23,7 @@ from preheat.backends.cuda.matmul.config import (
 )
 from preheat.backends.cuda.matmul.kernels import OWN_ROWS, candidates
 from preheat.backends.cuda.matmul.tables import Entry
-from preheat.backends.cuda.matmul.weights import DeviceWeight
+from preheat.backends.cuda.matmul.weights import PlainWeight, Weight
 from preheat.backends.cuda.prove import compile_kernels, differing, random_weight
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.ops.quantization import QuantizedRows
@@ -50,10 +50,10 @@ class Bench:
             size = shape.scheme.bytes(shape.outputs, shape.inputs)
         copies = max(2 if size < 1 << 29 else 1, math.ceil(COPIED_BYTES / size))
         self.shape = shape
-        self.weights: Sequence[Tensor | DeviceWeight]
+        self.weights: Sequence[Weight]
         if shape.scheme is None:
             weights = torch.randn(copies, shape.outputs, shape.inputs, device="cuda", dtype=shape.dtype)
-            self.weights = weights.mul_(0.02).unbind()
+            self.weights = [PlainWeight(each) for each in weights.mul_(0.02).unbind()]
         else:
             self.weights = [random_weight(shape, torch.device("cuda"), 0) for _ in range(copies)]
         self._x = torch.randn(rows, shape.inputs, device="cuda", dtype=shape.dtype)
@@ -142,7 +142,7 @@ def _times(
         compile_kernels(((shape, choice) for choice in choices), ignore_errors=True)
         first = {choice: bench.microseconds(choice, size, 2) for choice in choices}
         ranked = [choice for choice in sorted(first, key=lambda choice: first[choice]) if first[choice] < math.inf]
-        finalists = ranked[:FINALISTS] + [choice for choice in ranked[FINALISTS:] if isinstance(choice, Library)]
+        finalists = ranked[:FINALISTS] + [choice for choice in ranked[FINALISTS:] if choice.kind == "library"]
         times = {choice: bench.microseconds(choice, size, 9) for choice in finalists}
         report(shape, size, first | times)
         found |= {(size, choice): times[choice] for choice in finalists}
@@ -173,8 +173,8 @@ def entries_of(
         ordered, fastest = _best(taken, right), _best(taken, list(taken))
         if ordered is not None:
             entries.append(Entry.of(shape, rows, ordered, taken[ordered]))
-        own = _best(taken, [choice for choice in right if not isinstance(choice, Library)])
-        if isinstance(ordered, Library) and own is not None and rows <= OWN_ROWS:
+        own = _best(taken, [choice for choice in right if choice.kind != "library"])
+        if ordered is not None and ordered.kind == "library" and own is not None and rows <= OWN_ROWS:
             entries.append(Entry.of(shape, rows, own, taken[own], own=True))
         if fastest is not None and fastest != ordered and (rows, fastest) in wrong:
             entries.append(Entry.of(shape, rows, fastest, taken[fastest], ordered=False))
@@ -185,7 +185,7 @@ def _best(taken: dict[KernelConfig, float], some: list[KernelConfig]) -> KernelC
     """Return the cheapest of ``some`` where it runs among kernels of ours."""
 
     def cost(choice: KernelConfig) -> float:
-        if isinstance(choice, Library):
+        if choice.kind == "library":
             return (taken[choice] + ALONE) * (SPLIT_GAIN if choice.split else 1)
         return taken[choice]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import ClassVar, Literal, NamedTuple
 
 import msgspec
 import torch
@@ -77,6 +77,12 @@ class Tile(msgspec.Struct, frozen=True, omit_defaults=True):
     warps: int
     stages: int
     bulk: bool = False
+    kind: ClassVar[Literal["tile"]] = "tile"
+
+    @property
+    def multiplies(self) -> Tile:
+        """The kernel that multiplies: this one."""
+        return self
 
 
 # Stored tables and oracles name this kernel "wide", hence neither large_m nor LargeM.
@@ -90,18 +96,38 @@ class Wide(msgspec.Struct, frozen=True):
     outputs: int
     rows: int
     stages: int
+    kind: ClassVar[Literal["wide"]] = "wide"
+    bulk: ClassVar[bool] = False
+
+    @property
+    def multiplies(self) -> Wide:
+        """The kernel that multiplies: this one."""
+        return self
 
 
 class Library(msgspec.Struct, frozen=True):
     """cuBLAS. With ``split`` it may cut the inputs into parts, and so change the bits."""
 
     split: bool = False
+    kind: ClassVar[Literal["library"]] = "library"
+    bulk: ClassVar[bool] = False
+
+    @property
+    def multiplies(self) -> Library:
+        """The kernel that multiplies: this one."""
+        return self
 
 
 class Expanded(msgspec.Struct, frozen=True):
     """Of quantized weights: they are dequantized into memory, then ``choice`` computes with them."""
 
     choice: Tile | Wide | Library
+    kind: ClassVar[Literal["expanded"]] = "expanded"
+
+    @property
+    def multiplies(self) -> Tile | Wide | Library:
+        """The kernel that multiplies by the dequantized weights."""
+        return self.choice
 
 
 KernelConfig = Tile | Wide | Library | Expanded
@@ -184,7 +210,7 @@ def without_unaligned_copies(config: Tile | Wide | Expanded, shape: LinearShape)
     The copy engine takes rows of multiples of 16 bytes.
     """
     aligned = shape.inputs * shape.dtype.itemsize % 16 == 0
-    if isinstance(config, Tile) and config.bulk and shape.scheme is None and not aligned:
+    if config.kind == "tile" and config.bulk and shape.scheme is None and not aligned:
         return msgspec.structs.replace(config, bulk=False)
     return config
 

@@ -46,11 +46,9 @@ def fitted(choice: KernelConfig, shape: LinearShape, card: Card) -> KernelConfig
 
     Choices for Hopper stay as they are.
     """
-    if isinstance(choice, Expanded):
-        plain = fitted(choice.choice, shape._replace(scheme=None, shuffled=False), card)
-        assert not isinstance(plain, Expanded)
-        return Expanded(plain)
-    if card.is_hopper or not isinstance(choice, Tile):
+    if choice.kind == "expanded":
+        return Expanded(fitted(choice.choice, shape._replace(scheme=None, shuffled=False), card).multiplies)
+    if card.is_hopper or choice.kind != "tile":
         return choice
     return _cut(choice if card.copy_engine or not choice.bulk else replace(choice, bulk=False), shape, card)
 

@@ -13,7 +13,7 @@ sum adds the splits.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -35,7 +35,7 @@ from preheat.backends.cuda.matmul.products import (
     float8,
     plain,
 )
-from preheat.backends.cuda.matmul.weights import STEP, DeviceWeight, codes_of, layout
+from preheat.backends.cuda.matmul.weights import STEP, DeviceWeight, PlainWeight, Weight, layout
 from preheat.ops.quantization import QuantizedRows
 
 if TYPE_CHECKING:
@@ -248,43 +248,54 @@ class _Operands(NamedTuple):
     depth: int
 
 
-def _operands(tile: Tile, x: Tensor | QuantizedRows, weight: Tensor | DeviceWeight, size: int) -> _Operands:
-    """Return the operands of a launch over splits of ``size`` inputs.
+def _plain(tile: Tile, x: Tensor, weight: PlainWeight, size: int) -> _Operands:
+    """Return the operands of numbers, over splits of ``size`` inputs."""
+    return _Operands(x, weight.tensor, plain, Plain(size % tile.inputs == 0), {}, tile.inputs)
 
-    A tile of codes is as deep as ``tile`` says where that divides a split, else one step.
-    """
-    if isinstance(weight, Tensor):
-        assert isinstance(x, Tensor)
-        return _Operands(x, weight, plain, Plain(size % tile.inputs == 0), {}, tile.inputs)
-    depth, scheme = STEP.value if size % tile.inputs else tile.inputs, weight.scheme
-    if isinstance(x, QuantizedRows):
-        x_groups, groups = x.scales.shape[1], weight.scales.shape[-2]
-        w8 = Float8(weight.codes, weight.scales, x.scales, groups, x_groups)
-        form = Float8Form(x_groups > 1 or groups > 1, x_groups > 1, groups > 1, size % STEP.value == 0)
-        return _Operands(x.codes, w8, float8, form, {"enable_fp_fusion": False}, depth)
-    experts = weight.scales.ndim > 2
-    each = weight.scales[0].numel() if experts else 0
+
+def _float8(tile: Tile, x: QuantizedRows, weight: DeviceWeight, size: int) -> _Operands:
+    """Return the operands of codes that are multiplied as they are, over splits of ``size`` inputs."""
+    x_groups, groups = x.scales.shape[1], weight.scales.shape[-2]
+    w = Float8(weight.codes, weight.scales, x.scales, groups, x_groups)
+    form = Float8Form(x_groups > 1 or groups > 1, x_groups > 1, groups > 1, size % STEP.value == 0)
+    return _Operands(x.codes, w, float8, form, {"enable_fp_fusion": False}, _depth(tile, size))
+
+
+def _codes(tile: Tile, x: Tensor, weight: DeviceWeight, size: int) -> _Operands:
+    """Return the operands of codes that become numbers, over splits of ``size`` inputs."""
+    scheme = weight.scheme
+    each = weight.scales[0].numel() if weight.scales.ndim > 2 else 0
     w = Codes(weight.codes, weight.scales, weight.zeros, weight.index, *layout(weight)[1:], each)
-    coded = CodesForm(scheme.bits == 4, scheme.group, whole_groups(scheme), scheme.code == "fp4")
-    return _Operands(x, w, codes, coded, {}, depth)
+    form = CodesForm(scheme.bits == 4, scheme.group, whole_groups(scheme), scheme.code == "fp4")
+    return _Operands(x, w, codes, form, {}, _depth(tile, size))
+
+
+def _depth(tile: Tile, size: int) -> int:
+    """Return how deep a tile of codes is: as ``tile`` says if that divides a split, else one step."""
+    return STEP.value if size % tile.inputs else tile.inputs
+
+
+OPERANDS: Mapping[str, Callable[[Tile, Any, Any, int], _Operands]] = {
+    "plain": _plain,
+    "codes": _codes,
+    "float8": _float8,
+}
+"""From the form of a weight to the operands of a launch, for a tile, rows, the weight and the inputs of a split."""
 
 
 def multiply(
-    tile: Tile, x: Tensor | QuantizedRows, weight: Tensor | DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor,
-    splits: int = 1,
-) -> None:  # fmt: skip
+    tile: Tile, x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None, gated: bool, y: Tensor
+) -> None:
     """Write to ``y`` [rows, columns] the outputs of a linear layer for ``x`` [rows, inputs].
 
-    ``weight`` is [outputs, inputs], ``bias`` [outputs]. The inputs are cut into ``splits``; a quantized weight has its
-    own number of splits. All tensors are contiguous.
+    ``weight`` is [outputs, inputs], ``bias`` [outputs]. All tensors are contiguous.
     """
-    splits = weight.splits if isinstance(weight, DeviceWeight) else splits
-    (rows, columns), inputs = y.shape, weight.shape[1]
+    (rows, columns), inputs, splits = y.shape, weight.shape[1], weight.splits
     size, x_tiles, w_tiles = inputs // splits, None, None
-    given = _operands(tile, x, weight, size)
-    if tile.bulk and isinstance(weight, Tensor):
+    given = OPERANDS[weight.form](tile, x, weight, size)
+    if tile.bulk and weight.form == "plain":
         x_tiles = TensorDescriptor.from_tensor(given.x, [tile.rows, tile.inputs])
-        w_tiles = TensorDescriptor.from_tensor(weight, [tile.outputs, tile.inputs])
+        w_tiles = TensorDescriptor.from_tensor(given.w, [tile.outputs, tile.inputs])
     gemm[(-(-columns // tile.outputs) * -(-rows // tile.rows),)](
         given.x, given.w, None, bias, y, x_tiles, w_tiles, rows, columns, inputs, size,
         MAP=all_rows_masked if given.product is codes else all_rows, PRODUCT=given.product,
@@ -295,7 +306,7 @@ def multiply(
 
 
 def multiply_experts(
-    tile: Tile, x: Tensor | QuantizedRows, weight: Tensor | DeviceWeight, arrangement: Arrangement, y: Tensor, *,
+    tile: Tile, x: Tensor | QuantizedRows, weight: Weight, arrangement: Arrangement, y: Tensor, *,
     gated: bool, gathered: bool, splits: int = 1, bias: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write to ``y`` [arranged rows, columns] the outputs of one layer of all experts.
@@ -306,9 +317,9 @@ def multiply_experts(
     have one row.
     """
     (experts, _, inputs), columns, size = weight.shape, y.shape[-1], weight.shape[2] // splits
-    given, w_tiles = _operands(tile, x, weight, size), None
-    if tile.bulk and isinstance(weight, Tensor):
-        w_tiles = TensorDescriptor.from_tensor(weight.view(-1, inputs), [tile.outputs, tile.inputs])
+    given, w_tiles = OPERANDS[weight.form](tile, x, weight, size), None
+    if tile.bulk and weight.form == "plain":
+        w_tiles = TensorDescriptor.from_tensor(given.w.view(-1, inputs), [tile.outputs, tile.inputs])
     where = arrangement.experts, arrangement.starts, arrangement.counts, arrangement.tokens
     gemm[(len(arrangement.experts) * -(-columns // tile.outputs), splits)](
         given.x, given.w, Routed(*where, arrangement.rows * columns), bias, y, None, w_tiles, 0, columns, inputs, size,
@@ -320,7 +331,7 @@ def multiply_experts(
 
 
 def experts_product(
-    tile: Tile, x: Tensor | QuantizedRows, weight: Tensor | DeviceWeight, arrangement: Arrangement, *, gated: bool,
+    tile: Tile, x: Tensor | QuantizedRows, weight: Weight, arrangement: Arrangement, *, gated: bool,
     gathered: bool | None = None, dtype: torch.dtype | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return rows [arranged rows, columns] of one layer of all experts.
@@ -329,23 +340,14 @@ def experts_product(
     gathered if they are ``gated``.
     """
     gathered = gated if gathered is None else gathered
-    size = arrangement.rows, weight.shape[1] // 2 if gated else weight.shape[1]
-    if isinstance(weight, DeviceWeight) and weight.scheme.activations is not None:
-        y = torch.empty(size, dtype=dtype or weight.dtype, device=weight.codes.device)
-        x = codes_of(x, weight)
-    else:
-        assert isinstance(x, Tensor)
-        y = x.new_empty(size, dtype=dtype)
-    multiply_experts(tile, x, weight, arrangement, y, gated=gated, gathered=gathered, bias=bias)
+    y = weight.room(arrangement.rows, weight.shape[1] // 2 if gated else weight.shape[1], dtype=dtype)
+    multiply_experts(tile, weight.rows(x), weight, arrangement, y, gated=gated, gathered=gathered, bias=bias)
     return y
 
 
-def experts_splits(tile: Tile, x: Tensor | QuantizedRows, weight: DeviceWeight, arrangement: Arrangement) -> Tensor:
+def experts_splits(tile: Tile, x: Tensor | QuantizedRows, weight: Weight, arrangement: Arrangement) -> Tensor:
     """Return the splits of ``weight``, with their scales: fp32 [splits, arranged rows, outputs]."""
-    size = weight.splits, arrangement.rows, weight.shape[1]
-    if isinstance(x, QuantizedRows):
-        y = torch.empty(size, dtype=torch.float32, device=weight.codes.device)
-    else:
-        y = x.new_empty(size, dtype=torch.float32)
-    multiply_experts(tile, x, weight, arrangement, y, gated=False, gathered=False, splits=weight.splits)
+    rows = weight.rows(x)
+    y = weight.room(weight.splits, arrangement.rows, weight.shape[1], dtype=torch.float32)
+    multiply_experts(tile, rows, weight, arrangement, y, gated=False, gathered=False, splits=weight.splits)
     return y

@@ -95,9 +95,7 @@ def _expanded(shape: LinearShape, rows: int) -> Expanded | None:
     """Guess the kernel of the dequantized layer for ``MANY_ROWS`` rows or more."""
     if rows < MANY_ROWS:
         return None
-    plain = rule(shape._replace(scheme=None, shuffled=False, bf16_scales=False), rows)
-    assert not isinstance(plain, Expanded)
-    return Expanded(plain)
+    return Expanded(rule(shape._replace(scheme=None, shuffled=False, bf16_scales=False), rows).multiplies)
 
 
 def _library(shape: LinearShape, rows: int) -> Library | None:
@@ -275,7 +273,7 @@ class KernelConfigs:
     def own(self, shape: LinearShape, rows: int) -> KernelConfig:
         """Return the kernel if rows shrink beside it: not cuBLAS up to ``OWN_ROWS`` rows."""
         found = self(shape, rows)
-        if rows > OWN_ROWS or not isinstance(found, Library):
+        if rows > OWN_ROWS or found.kind != "library":
             return found
         known = _up_to(self._own, shape._replace(bias=False, bf16_scales=False), rows)
         return known or fitted(tile_rule(shape, rows), shape, self._card)
@@ -285,9 +283,7 @@ class KernelConfigs:
 
         It is used even if cuBLAS is faster, unless it has too few tiles.
         """
-        many = (
-            self._card.is_hopper and rows >= ADDED_ROWS and fits_wide(shape) and not isinstance(self(shape, rows), Tile)
-        )
+        many = self._card.is_hopper and rows >= ADDED_ROWS and fits_wide(shape) and self(shape, rows).kind != "tile"
         guesses = wide_guesses(shape, rows) if many else []
         return min(guesses, key=lambda choice: rounds(shape, rows, choice), default=None)
 
@@ -298,16 +294,17 @@ class KernelConfigs:
             found += [self.own(shape, rows), self.wide(shape, rows) or found[0]]
         return list(dict.fromkeys(found))
 
-    def reject(self, shape: LinearShape | ExpertsShape, rows: int) -> None:
+    def reject(self, shape: LinearShape, rows: int) -> None:
         """Serve ``rows`` rows by the reference, or by a tile of the plain kernel, from now on."""
-        if isinstance(shape, ExpertsShape):
-            self._made_routed[shape, rows] = experts_reference(shape)
+        if shape.scheme is not None:
+            self._made[shape, rows] = reference(shape)
         else:
-            if shape.scheme is not None:
-                self._made[shape, rows] = reference(shape)
-            else:
-                tile = split_tile(shape, rows) if shape.splits else tile_rule(shape, rows)
-                self._made[shape, rows] = fitted(tile, shape, self._card)
+            tile = split_tile(shape, rows) if shape.splits else tile_rule(shape, rows)
+            self._made[shape, rows] = fitted(tile, shape, self._card)
+
+    def reject_experts(self, shape: ExpertsShape, tokens: int) -> None:
+        """Serve ``tokens`` tokens of experts by the reference from now on."""
+        self._made_routed[shape, tokens] = experts_reference(shape)
 
     def withdraw(self, shape: LinearShape, rows: int) -> None:
         """Serve ``rows`` rows by the reference from now on: the chosen kernel does not compile."""

@@ -26,9 +26,9 @@ from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.lora import Factors
 from preheat.backends.cuda.lora_blocks import BLOCK, Blocks, CudaAdapterRows
 from preheat.backends.cuda.lora_expand import Expansion, expand
-from preheat.backends.cuda.matmul.config import KernelConfig, LinearShape, Tile, Wide, shape_of
+from preheat.backends.cuda.matmul.config import KernelConfig, LinearShape, shape_of
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
-from preheat.backends.cuda.matmul.weights import DeviceWeight, can_be_shuffled, quantized_input, tensors_of
+from preheat.backends.cuda.matmul.weights import DeviceWeight, PlainWeight, Weight, can_be_shuffled
 from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
 from preheat.backends.cuda.peer_norm import sum_and_norm
 from preheat.backends.cuda.quantize import quantize_parts
@@ -37,12 +37,13 @@ from preheat.ops.quantization import QuantizedRows, QuantizedWeight, plain_rows
 from preheat.ops.values import Matmul, SumOrder
 
 
-def stored(weight: Tensor | QuantizedWeight, order: SumOrder) -> Tensor | DeviceWeight:
+def stored(weight: Tensor | QuantizedWeight, order: SumOrder) -> Weight:
     """Return a layer's ``weight`` as the kernels read it; a plain one as it lies in memory."""
+    splits = order.own_k_splits if order.is_split else 1
     if isinstance(weight, Tensor):
-        return weight
+        return PlainWeight(weight, splits)
     if order.is_split:
-        return DeviceWeight.of(weight, splits=order.own_k_splits)
+        return DeviceWeight.of(weight, splits=splits)
     return DeviceWeight.of(weight, shuffled=is_hopper(weight.codes.device) and can_be_shuffled(weight))
 
 
@@ -66,10 +67,11 @@ class Layer:
         self._activation, self._limit = None if self._gated else finish.activation, finish.clip
         self._factor = finish.factor
         self._split, self._ranks = value.order.is_split, cast(RankSums, context.ranks or RankSums())
-        self._splits = value.order.own_k_splits if self._split else 1
-        self.shape = shape_of(value)._replace(bias=self._bias is not None and not self._split)
-        if isinstance(self._weight, DeviceWeight):
-            self.shape = self.shape._replace(shuffled=self._weight.shuffled, bf16_scales=self._weight.bf16_scales)
+        self.shape = shape_of(value)._replace(
+            bias=self._bias is not None and not self._split,
+            shuffled=self._weight.shuffled,
+            bf16_scales=self._weight.bf16_scales,
+        )
         self._rows: CudaAdapterRows = context.rows
         self.slots = Factors.of(value, device, context.ranks) if value.terms else None
 
@@ -90,7 +92,9 @@ class Layer:
 
     def weights(self) -> Iterator[Tensor]:
         """See :class:`preheat.backends.base.HasWeights`."""
-        return tensors_of(self._weight, self._bias)
+        yield from self._weight.tensors
+        if self._bias is not None:
+            yield self._bias
 
     def state(self) -> tuple[Tensor, ...]:
         """See :class:`preheat.backends.base.HasWeights`."""
@@ -106,7 +110,7 @@ class Layer:
 
         Ranks that share the inputs quantize them after an exchange.
         """
-        found = None if self._split else quantized_input(self._weight)
+        found = None if self._split else self._weight.quantized_input
         return found if found is None or self.slots is None else found.beside_plain()
 
     def __call__(self, x: Tensor | QuantizedRows, out: Tensor | None = None) -> Tensor:
@@ -156,9 +160,9 @@ class Layer:
         begin before they have waited for x.
         """
         choice = self.configs.own(self._product, rows)
-        if isinstance(choice, Tile):
+        if choice.kind == "tile":
             return choice, self.shape.scheme is None or not choice.bulk
-        return choice, isinstance(choice, Wide)
+        return choice, choice.kind == "wide"
 
     def _shared(self, x: Tensor, blocks: Blocks | None) -> Tensor:
         """Return the outputs if ranks share the inputs of the layer, equal on all ranks."""
@@ -201,7 +205,7 @@ class Layer:
         if scheme is not None and scheme.activations == "token" and self._ranks.world > 1:
             rows = quantize_parts(x, self._ranks)
         choice = self.configs(self.shape, len(x))
-        return apply(choice, rows, self._weight, bias, False, y, splits=self._splits)
+        return apply(choice, rows, self._weight, bias, False, y)
 
 
 class Embedding:

@@ -76,9 +76,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
         ordered: bool = True,
         own: bool = False,
     ) -> Entry:
-        expanded = isinstance(choice, Expanded)
-        if isinstance(choice, Expanded):
-            choice = choice.choice
+        kernel = choice.multiplies
         return cls(
             outputs=shape.outputs,
             inputs=shape.inputs,
@@ -88,12 +86,12 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
             dtype=str(shape.dtype).removeprefix("torch."),
             ordered=ordered,
             own=own,
-            split=isinstance(choice, Library) and choice.split,
-            tile=choice if isinstance(choice, Tile) else None,
-            wide=choice if isinstance(choice, Wide) else None,
+            split=kernel.kind == "library" and kernel.split,
+            tile=kernel if kernel.kind == "tile" else None,
+            wide=kernel if kernel.kind == "wide" else None,
             scheme=shape.scheme,
             shuffled=shape.shuffled,
-            expanded=expanded,
+            expanded=choice.kind == "expanded",
         )
 
 
@@ -128,11 +126,11 @@ class ExpertsEntry(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @classmethod
     def of(cls, shape: ExpertsShape, tokens: int, config: ExpertsConfig, microseconds: float) -> ExpertsEntry:
-        tiles, wides = None, None
-        if isinstance(config.gate_up, Tile) and isinstance(config.down, Tile):
-            tiles = config.gate_up, config.down
-        elif isinstance(config.gate_up, Wide) and isinstance(config.down, Wide):
-            wides = config.gate_up, config.down
+        gate_up, down, tiles, wides = config.gate_up, config.down, None, None
+        if gate_up.kind == "tile" and down.kind == "tile":
+            tiles = gate_up, down
+        elif gate_up.kind == "wide" and down.kind == "wide":
+            wides = gate_up, down
         return cls(
             *shape[:4], tokens, round(microseconds, 2), config.block, str(shape.dtype).removeprefix("torch."),
             shape.scheme, tiles, wides,

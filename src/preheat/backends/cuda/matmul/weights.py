@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 import triton
@@ -20,11 +20,50 @@ from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.ops.fp4 import nibbles_of
 from preheat.ops.kinds import Scheme
-from preheat.ops.quantization import QuantizedRows, QuantizedWeight
+from preheat.ops.quantization import QuantizedRows, QuantizedWeight, plain_rows
 
 STEP: tl.constexpr = tl.constexpr(128)
 """Inputs of a step. A byte of four-bit codes holds two codes: in its low bits the code of an input of the step's first
 half, in its high bits the code 64 inputs behind."""
+
+
+@dataclass(frozen=True)
+class PlainWeight:
+    """A weight [outputs, inputs], of experts [experts, outputs, inputs], that is not quantized.
+
+    ``splits``: how many splits the inputs have.
+    """
+
+    tensor: Tensor
+    splits: int = 1
+    form: ClassVar[Literal["plain"]] = "plain"
+    shuffled: ClassVar[bool] = False
+    bf16_scales: ClassVar[bool] = False
+    quantized_input: ClassVar[None] = None
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.tensor.shape
+
+    @property
+    def tensors(self) -> Iterator[Tensor]:
+        """All tensors of the weight."""
+        return iter((self.tensor,))
+
+    def __len__(self) -> int:
+        return len(self.tensor)
+
+    def rows(self, x: Tensor | QuantizedRows) -> Tensor:
+        """Return ``x`` as the kernels of the weight read rows."""
+        return plain_rows(x)
+
+    def plain(self) -> Tensor:
+        """Return the weight in the model's dtype."""
+        return self.tensor
+
+    def room(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return memory for outputs, in ``dtype`` or the model's."""
+        return self.tensor.new_empty(size, dtype=dtype)
 
 
 @dataclass(frozen=True)
@@ -88,6 +127,24 @@ class DeviceWeight:
         """Whether codes become numbers in a kernel, or are multiplied as they are."""
         return "codes" if self.scheme.activations is None else "float8"
 
+    @property
+    def quantized_input(self) -> QuantizedInput | None:
+        """How the norm before a layer of the weight quantizes the layer's input; None: not at all."""
+        activations = self.scheme.activations
+        return None if activations is None else QuantizedInput(activations, self.static)
+
+    def rows(self, x: Tensor | QuantizedRows) -> Tensor | QuantizedRows:
+        """Return ``x`` as the kernels of the weight read rows."""
+        return plain_rows(x) if self.scheme.activations is None else codes_of(x, self)
+
+    def plain(self) -> Tensor:
+        """Return the weight in the model's dtype, a new tensor."""
+        return dequantized_experts(self) if len(self.shape) > 2 else dequantized(self)
+
+    def room(self, *size: int, dtype: torch.dtype | None = None) -> Tensor:
+        """Return memory for outputs, in ``dtype`` or the model's."""
+        return torch.empty(size, dtype=dtype or self.dtype, device=self.codes.device)
+
     def __len__(self) -> int:
         return self.shape[0]
 
@@ -97,6 +154,9 @@ class DeviceWeight:
         return (
             tensor for tensor in (self.codes, self.scales, self.zeros, self.index, self.static) if tensor is not None
         )
+
+
+Weight = PlainWeight | DeviceWeight
 
 
 def can_be_shuffled(weight: QuantizedWeight) -> bool:
@@ -259,25 +319,9 @@ def _expert(weight: DeviceWeight, number: int) -> DeviceWeight:
     )
 
 
-def tensors_of(*weights: Tensor | DeviceWeight | None) -> Iterator[Tensor]:
-    """Yield the tensors of ``weights``; None has no tensors."""
-    for each in weights:
-        if isinstance(each, DeviceWeight):
-            yield from each.tensors
-        elif each is not None:
-            yield each
-
-
 def codes_of(x: Tensor | QuantizedRows, weight: DeviceWeight) -> QuantizedRows:
     """Return ``x`` quantized for the layer of ``weight``."""
     if isinstance(x, QuantizedRows):
         return x
     assert weight.scheme.activations is not None
     return quantize_rows(x, weight.scheme.activations, weight.static)
-
-
-def quantized_input(weight: Tensor | DeviceWeight) -> QuantizedInput | None:
-    """How the norm before a layer of ``weight`` quantizes the layer's input; None: not at all."""
-    if not isinstance(weight, DeviceWeight) or weight.scheme.activations is None:
-        return None
-    return QuantizedInput(weight.scheme.activations, weight.static)
