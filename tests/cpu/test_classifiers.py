@@ -85,7 +85,7 @@ def test_the_same_bits_beside_any_other_pairs(reranker, monkeypatch):
     assert not same_bits(llm)
 
 
-@pytest.mark.parametrize("family", ["Bert", "XLMRoberta", "DistilBert"])
+@pytest.mark.parametrize("family", ["Bert", "XLMRoberta", "DistilBert", "Gte"])
 def test_classes_equal_transformers(family, tmp_path):
     """The logits and the probabilities of several classes equal transformers; a score is refused."""
     labels = {0: "bad", 1: "fair", 2: "good"}

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from dataclasses import replace
+from functools import reduce
 
 import numpy as np
 import pytest
+import torch
 from safetensors.torch import load_file, save_file
 
 from preheat import LLM, ModelError, PoolingParams, SettingsError
@@ -18,7 +21,7 @@ from preheat.settings import Settings
 from preheat.startup import boot_engine, planned
 from preheat.verify.prompts import Size, make_prompts
 from preheat.verify.verification import Verification
-from tests.encoders import OPTIONS, save_encoder, states_of, texts_of
+from tests.encoders import OPTIONS, SMALL, save_encoder, states_of, texts_of
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the libraries that write the checkpoints
 
@@ -50,7 +53,7 @@ def cosine(one: np.ndarray, other: np.ndarray) -> float:
     ("family", "pooling", "mode"),
     [("Bert", "CLS", "eager"), ("Bert", "MEAN", "llvm"), ("XLMRoberta", "CLS", "llvm"), ("Roberta", "MEAN", "eager"),
      ("DistilBert", "LAST", "llvm"), ("NomicBert", "MEAN", "llvm"), ("ModernBert", "CLS", "llvm"),
-     ("ModernBert", "MEAN", "eager"), ("MPNet", "MEAN", "llvm"), ("MPNet", "CLS", "eager")],
+     ("ModernBert", "MEAN", "eager"), ("MPNet", "MEAN", "llvm"), ("MPNet", "CLS", "eager"), ("Gte", "CLS", "llvm")],
 )  # fmt: skip
 def test_equals_transformers(family, pooling, mode, tmp_path):
     """The states of the first, the last and all tokens equal transformers, for texts up to the longest one."""
@@ -191,7 +194,7 @@ DRIFT, head_layer = list[int](), HeadLayer.__call__
 
 def test_preheat_verify_sees_the_heads_of_mpnet(tmp_path, monkeypatch):
     """Biases of distances, a head for classes, and the states of all tokens are in the paths; faults are found."""
-    save_encoder("MPNet", tmp_path, "ForSequenceClassification", num_labels=3)
+    save_encoder("MPNet", tmp_path, "ForSequenceClassification", num_labels=3, num_hidden_layers=1)
     assert verified(tmp_path) == dict.fromkeys(VERIFY, True)
     with monkeypatch.context() as planted:
         planted.setattr(HeadLayer, "__call__", drifting)
@@ -229,6 +232,103 @@ def test_the_names_of_nomic_bert(tmp_path):
     save_file({name: each.clone() for name, each in model.named_parameters()}, tmp_path / "model.safetensors")
     found.append(vectors(LLM(str(tmp_path), pooler_config=MEAN, **OPTIONS), texts))
     assert all(one.tobytes() == other.tobytes() for some in found for one, other in zip(some, right, strict=True))
+
+
+def test_the_names_and_the_rope_of_gte_on_the_hub(tmp_path):
+    """The Hub's name is New, and its kind of rope multiplies frequency i by factor ** (-2 (i + 1) / d)."""
+    model, texts = save_encoder("Gte", tmp_path, type_vocab_size=0), texts_of(3, 40, 290)
+    names = load_file(tmp_path / "model.safetensors").keys()
+    assert {"encoder.layer.0.attention.qkv_proj.bias", "encoder.layer.0.mlp.up_gate_proj.weight"} <= names
+    own = {name: getattr(model.config, name) for name in (*SMALL, "type_vocab_size")}
+    own |= {"rope_theta": 2e4, "rope_scaling": {"type": "ntk", "factor": 8.0}, "position_embedding_type": "rope"}
+    own |= {"layer_norm_type": "layer_norm", "pack_qkv": True, "unpad_inputs": True, "logn_attention_scale": False}
+    (tmp_path / "config.json").write_text(json.dumps({"architectures": ["NewModel"], **own}))
+    steps = torch.arange(12)
+    frequencies = 2e4 ** (-2 * steps / 24) * 8 ** (-2 * (steps + 1) / 24)
+    model.rotary_emb.inv_freq = frequencies.float()
+    llm = LLM(str(tmp_path), pooler_config={"pooling_type": "LAST", "normalize": False}, **OPTIONS)
+    for ids, found in zip(texts, vectors(llm, texts), strict=True):
+        assert np.allclose(found, states_of(model, ids)[-1].numpy(), rtol=1e-4, atol=1e-5)
+    for changes, why in (
+        ({"rope_scaling": {"type": "ntk"}}, "needs a factor"),
+        ({"position_embedding_type": "absolute"}, "'absolute' is not supported, only 'rope'"),
+        ({"logn_attention_scale": True}, "logn_attention_scale True"),
+    ):
+        with pytest.raises(ModelError, match=why):
+            planned(Settings.load({"model": str(tmp_path), "hf_overrides": changes, "device": "cpu"}))
+
+
+def test_the_names_of_jinas_own_code_for_xlm_roberta(tmp_path):
+    """Query, key and value lie in one tensor, and modules have other names, as in jina-reranker-v2."""
+    save_encoder("XLMRoberta", tmp_path)
+    right = vectors(LLM(str(tmp_path), pooler_config=MEAN, **OPTIONS), texts_of(40))
+    tensors, start = load_file(tmp_path / "model.safetensors"), "encoder.layer.{}.attention.self.{}.{}"
+    for layer, end in itertools.product((0, 1), ("weight", "bias")):
+        parts = [tensors.pop(start.format(layer, name, end)) for name in ("query", "key", "value")]
+        tensors[f"encoder.layer.{layer}.mixer.Wqkv.{end}"] = torch.cat(parts)
+    names = {
+        "encoder.layer.": "encoder.layers.", "embeddings.LayerNorm": "emb_ln", "attention.output.dense":
+        "mixer.out_proj", "attention.output.LayerNorm": "norm1", "intermediate.dense": "mlp.fc1",
+        "output.dense": "mlp.fc2", "output.LayerNorm": "norm2",
+    }  # fmt: skip
+    hub = {f"roberta.{reduce(lambda old, pair: old.replace(*pair), names.items(), name)}": each
+           for name, each in tensors.items()}  # fmt: skip
+    save_file(hub, tmp_path / "model.safetensors")
+    found = vectors(LLM(str(tmp_path), pooler_config=MEAN, **OPTIONS), texts_of(40))
+    assert found[0].tobytes() == right[0].tobytes()
+
+
+TASKS = ["retrieval.query", "separation"]
+
+
+def save_tasks(folder):
+    """Write Jina embeddings v3 as its repository does, and return transformers' model with the second task's weights.
+
+    Matrices of tasks lie beside each weight: the sum of their product and the weight is used.
+    """
+    model = save_encoder("JinaEmbeddingsV3", folder)
+    tensors, draw = {}, torch.Generator().manual_seed(1)
+    for name, each in load_file(folder / "model.safetensors").items():
+        if each.dim() < 2:
+            tensors[f"roberta.{name}"] = each
+            continue
+        module = f"roberta.{name.removesuffix('.weight')}.parametrizations.weight"
+        sizes = (each.shape[0], 3), (3, each.shape[1])
+        tall, wide = (torch.randn(2, *size, generator=draw) * 0.2 for size in sizes)
+        letters = "AB" if "_embeddings" in name else "BA"
+        tensors |= {f"{module}.original": each, f"{module}.0.lora_{letters[0]}": tall}
+        tensors[f"{module}.0.lora_{letters[1]}"] = wide
+        changed = each + 0.5 * tall[1] @ wide[1]
+        for part, right in zip(parts_of(model, name), changed.chunk(3 if "Wqkv" in name else 1), strict=True):
+            part.data.copy_(right)
+    save_file(tensors, folder / "model.safetensors")
+    own = {name: getattr(model.config, name) for name in (*SMALL, "type_vocab_size", "layer_norm_eps", "pad_token_id")}
+    own |= {"lora_adaptations": TASKS, "lora_rank": 3, "lora_alpha": 1.5, "position_embedding_type": "rotary"}
+    config = {"architectures": ["XLMRobertaModel"], "rotary_emb_base": 20000.0, **own}
+    (folder / "config.json").write_text(json.dumps(config))
+    return model
+
+
+def parts_of(model, name):
+    """Return the parameters of transformers' model for tensor ``name`` of the Hub."""
+    own = dict(model.named_parameters())
+    if "mixer.Wqkv" in name:
+        layer = name.split(".")[2]
+        return [own[f"layers.{layer}.self_attn.{letter}_proj.weight"] for letter in "qkv"]
+    names = {"encoder.layers": "layers", "mixer.out_proj": "self_attn.o_proj"}
+    for old, new in names.items():
+        name = name.replace(old, new)
+    return [own[name]]
+
+
+def test_the_tasks_of_jina_embeddings(tmp_path):
+    """Vectors equal transformers with the chosen task's weights, in layers and tables; a task must be chosen."""
+    model, texts = save_tasks(tmp_path), texts_of(3, 40, 298)
+    with pytest.raises(ModelError, match=r"\['retrieval.query', 'separation'\], and lora_task names none of them"):
+        planned(Settings.load({"model": str(tmp_path), "device": "cpu"}))
+    llm = LLM(str(tmp_path), pooler_config=MEAN, hf_overrides={"lora_task": TASKS[1]}, **OPTIONS)
+    for ids, found in zip(texts, vectors(llm, texts), strict=True):
+        assert np.allclose(found, states_of(model, ids).mean(0).numpy(), rtol=1e-4, atol=1e-5)
 
 
 def test_what_an_encoder_does_not_do_is_refused_by_name(bert):

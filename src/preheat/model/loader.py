@@ -271,7 +271,7 @@ def load_weights(
         raise ModelError(message, param="load_format")
     with backend.uploading() as upload:
         files = SafetensorsFiles(
-            directory, _plain_copy if on_host else upload, spec.renames, folders=spec.folders, read=read
+            directory, _plain_copy if on_host else upload, spec.renames, folders=spec.folders, read=read, task=spec.task
         )
         check_tensors(spec, files.shapes, formats)
         weights = WeightLoader(

@@ -21,7 +21,8 @@ from preheat.model.formats import FORMATS, LinearFormat, Piece, expected_tensors
 from preheat.model.formats_quantized import Shape
 from preheat.model.gguf.tensors import GgufTensors
 from preheat.model.kv_scales import STORED
-from preheat.model.specs import TIED_HEAD, ModelSpec, Rename
+from preheat.model.specs import TIED_HEAD, ModelSpec, Rename, TaskSpec
+from preheat.model.task_weights import TaskFile
 from preheat.utils.files import regular_file
 from preheat.utils.text import some
 
@@ -221,7 +222,8 @@ class StoredTensors:
 class SafetensorsFiles(StoredTensors):
     """The tensors of a checkpoint in ``directory``.
 
-    Its files lie ``below`` that folder if there is one. The tensors of ``folders`` in it are named FOLDER/NAME.
+    Its files lie ``below`` that folder if there is one. The tensors of ``folders`` in it are named FOLDER/NAME. The
+    weights are those of ``task`` if there is one.
     """
 
     def __init__(
@@ -233,8 +235,10 @@ class SafetensorsFiles(StoredTensors):
         below: str | Path | None = None,
         folders: Sequence[str] = (),
         read: Read | None = None,
+        task: TaskSpec | None = None,
     ) -> None:
         files = [open_tensors(path) for path in weight_files(directory, below)]
+        files = files if task is None else [TaskFile(file, task) for file in files]
         for each in folders:
             files += [_Below(open_tensors(path), each) for path in weight_files(directory / each, below)]
         super().__init__(directory, files, copy, renames, read)

@@ -691,6 +691,17 @@ def renamed(module: str, renames: Iterable[Rename]) -> str:
     return module
 
 
+@dataclass(frozen=True)
+class TaskSpec:
+    """The task with number ``index`` of a checkpoint with weights for tasks.
+
+    Each weight is the stored one and ``factor`` times the product of the task's two narrow matrices.
+    """
+
+    index: int
+    factor: float
+
+
 @dataclass(frozen=True, kw_only=True)
 class ModelSpec:
     """A decoder-only transformer, or an encoder.
@@ -703,7 +714,8 @@ class ModelSpec:
     expressions; a tensor is no weight if its whole name matches one. ``vision`` is for models that see images. The
     fields ``elsewhere`` have sizes but no weights here: another stage of a pipeline has them. ``pools_first``: a text
     is sampled at its first token in place of its last. The layers of ``pooled_head`` follow a text's state.
-    ``distances`` are biases of the attention of all layers. ``inputs`` are made for each layer.
+    ``distances`` are biases of the attention of all layers. ``inputs`` are made for each layer. ``task`` is added to
+    the weights as they are read.
     """
 
     architecture: str
@@ -725,6 +737,7 @@ class ModelSpec:
     pools_first: bool = False
     pooled_head: tuple[HeadSpec | NormSpec, ...] = ()
     distances: DistanceSpec | None = None
+    task: TaskSpec | None = None
 
     @property
     def image_tokens(self) -> int:

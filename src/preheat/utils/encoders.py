@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-ENCODERS = ("Bert", "Camembert", "DistilBert", "MPNet", "ModernBert", "NomicBert", "Roberta", "XLMRoberta")
+ENCODERS = (
+    "Bert", "Camembert", "DistilBert", "Gte", "JinaEmbeddingsV3", "MPNet", "ModernBert", "New", "NomicBert", "Roberta",
+    "XLMRoberta",
+)  # fmt: skip
 """The families of encoders. The longest one that begins a name counts."""
 
 CLASSIFIER = "ForSequenceClassification"

@@ -239,7 +239,9 @@ def _latent(draw: random.Random, family: str, config: dict[str, Any], even: bool
     }  # fmt: skip
 
 
-ENCODERS = ("Bert", "Roberta", "XLMRoberta", "DistilBert", "MPNet", "NomicBert", "ModernBert")
+ENCODERS = (
+    "Bert", "Roberta", "XLMRoberta", "DistilBert", "MPNet", "NomicBert", "ModernBert", "Gte", "JinaEmbeddingsV3"
+)  # fmt: skip
 """Families of encoders. NomicBert has no head for classes."""
 
 

@@ -22,6 +22,8 @@ from preheat.model.families import (
     glm,
     gpt_oss,
     granite,
+    gte,
+    jina,
     latent,
     llama,
     llava,
@@ -104,11 +106,14 @@ ENCODERS: Mapping[str, Callable[[Config], ModelSpec]] = {
     "Bert": bert.bert,
     "Camembert": bert.roberta,
     "DistilBert": bert.distilbert,
+    "Gte": gte.gte,
+    "JinaEmbeddingsV3": jina.jina_embeddings_v3,
     "MPNet": bert.mpnet,
     "ModernBert": modern_bert.modern_bert,
+    "New": gte.gte,
     "NomicBert": nomic_bert.nomic_bert,
     "Roberta": bert.roberta,
-    "XLMRoberta": bert.roberta,
+    "XLMRoberta": jina.xlm_roberta,
 }
 """The encoders by the beginning of the name, see :mod:`preheat.utils.encoders`."""
 

@@ -7,17 +7,15 @@ from typing import Any
 
 from preheat.errors import ModelError
 from preheat.model.config import Config
-from preheat.model.families.common import encoder, ungated
+from preheat.model.families.common import encoder, normed_sums, ungated
 from preheat.model.kv_spec import KVSpec
 from preheat.model.specs import (
     AttentionSpec,
     DenseSpec,
     DistanceSpec,
     EmbeddingSpec,
-    LayerSpec,
     LinearSpec,
     ModelSpec,
-    NormSpec,
     Rename,
 )
 from preheat.ops.kinds import Activation
@@ -114,36 +112,22 @@ def _bert_config(config: Config, **own: int) -> Config:
 
 
 def _encoder(config: Config, names: Names, *, typed: bool = True, skipped: int = 0) -> ModelSpec:
-    """Return an encoder with an embedding for each position, from position ``skipped`` of the table on.
-
-    Every norm replaces the residual stream. So the norm of the embeddings is the input norm of the first layer. The
-    last norm of a layer is the input norm of the next layer, and the final norm behind the last layer.
-    """
+    """Return an encoder with an embedding for each position, from position ``skipped`` of the table on."""
     hidden, length, count = config.size("hidden_size"), config.size("max_position_embeddings"), config.num_layers()
     if length <= skipped:
         raise ModelError(f"config.json: max_position_embeddings is {length}, and the first {skipped} are unused")
 
-    def norm(name: str) -> NormSpec:
-        eps = config.positive("layer_norm_eps", 1e-12)
-        return NormSpec(name, hidden, eps, kind="layer", bias=True, replaces=True)
+    def block(prefix: str) -> tuple[AttentionSpec, DenseSpec]:
+        return _attention(config, names, prefix), _mlp(config, names, prefix)
 
     prefixes = [names.layer.format(index) for index in range(count)]
-    norms = [norm("embeddings.LayerNorm"), *(norm(prefix + names.output_norm) for prefix in prefixes)]
-    layers = tuple(
-        LayerSpec(
-            attention=_attention(config, names, prefix),
-            mlp=_mlp(config, names, prefix),
-            input_norm=input_norm,
-            post_norm=norm(prefix + names.attention_norm),
-        )
-        for prefix, input_norm in zip(prefixes, norms, strict=False)
-    )
+    layers, last = normed_sums(config, prefixes, block, middle=names.attention_norm, last=names.output_norm)
     types = EmbeddingSpec("embeddings.token_type_embeddings", config.size("type_vocab_size"), hidden) if typed else None
     return encoder(
         config,
         "embeddings.word_embeddings",
         layers,
-        norms[-1],
+        last,
         max_positions=length - skipped,
         positions=EmbeddingSpec("embeddings.position_embeddings", length, hidden, unused=skipped, spare=SPARE),
         types=types,

@@ -5,7 +5,7 @@ A family that differs in one part builds that part itself and takes the others f
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 
@@ -293,6 +293,31 @@ def model(
         renames=renames,
         ignored=ignored,
     )
+
+
+def normed_sums(
+    config: Config, prefixes: Sequence[str], block: Callable[[str], tuple[AttentionSpec, MlpSpec]], *,
+    first: str = "embeddings.LayerNorm", middle: str = "post_attention_layernorm", last: str = "post_mlp_layernorm",
+) -> tuple[tuple[LayerSpec, ...], NormSpec]:  # fmt: skip
+    """Return the layers of an encoder that norms the sum of each block and its input, and the final norm.
+
+    Every norm replaces the residual stream. So ``first``, the norm of the embeddings, is the input norm of the first
+    layer. The ``last`` norm of a layer is the input norm of the next layer, and the final norm behind the last layer.
+    ``middle`` stands behind attention. ``block(prefix)`` returns the attention and the feed-forward block of a layer.
+    """
+    hidden = config.size("hidden_size")
+
+    def norm(name: str) -> NormSpec:
+        eps = config.positive("layer_norm_eps", 1e-12)
+        return NormSpec(name, hidden, eps, kind="layer", bias=True, replaces=True)
+
+    norms = [norm(first), *(norm(prefix + last) for prefix in prefixes)]
+    blocks = [block(prefix) for prefix in prefixes]
+    layers = tuple(
+        LayerSpec(attention=attention, mlp=mlp, input_norm=before, post_norm=norm(prefix + middle))
+        for prefix, (attention, mlp), before in zip(prefixes, blocks, norms, strict=False)
+    )
+    return layers, norms[-1]
 
 
 def encoder(

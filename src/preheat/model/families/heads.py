@@ -11,8 +11,11 @@ from preheat.model.config import Config
 from preheat.model.specs import HeadActivation, HeadSpec, ModelSpec, NormSpec
 from preheat.utils.classes import from_tokens, labels_of
 
+_POOLER: tuple[str, HeadActivation, str] = ("pooler.dense", "tanh", "classifier")
 _HEADS: dict[str, tuple[str, HeadActivation, str]] = {
-    "Bert": ("pooler.dense", "tanh", "classifier"),
+    "Bert": _POOLER,
+    "Gte": _POOLER,
+    "New": _POOLER,
     "DistilBert": ("pre_classifier", "relu", "classifier"),
     "ModernBert": ("head.dense", "gelu", "classifier"),
 }

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from preheat.model.config import Config
-from preheat.model.families.common import Names, attention, dense, encoder
-from preheat.model.specs import EmbeddingSpec, LayerSpec, ModelSpec, NormSpec, Rename
+from preheat.model.families.common import Names, attention, dense, encoder, normed_sums
+from preheat.model.specs import AttentionSpec, DenseSpec, EmbeddingSpec, ModelSpec, Rename
 
 _NAMES = Names(layer="layers.{}.")
 _OLD = r"(?:nomic_bert\.)?(?:encoder\.)?(layers\.\d+\.)"
@@ -28,28 +28,17 @@ def nomic_bert(config: Config) -> ModelSpec:
     config.refuse("activation_function", "swiglu")
     hidden, rope = config.size("hidden_size"), config.rope(theta=config.positive("rotary_emb_base", 1000.0))
 
-    def norm(name: str) -> NormSpec:
-        eps = config.positive("layer_norm_eps", 1e-12)
-        return NormSpec(name, hidden, eps, kind="layer", bias=True, replaces=True)
+    def block(prefix: str) -> tuple[AttentionSpec, DenseSpec]:
+        own = attention(config, _NAMES, prefix, None, rope, qkv_bias=False, o_bias=False, qk_norm=False)
+        return replace(own, causal=False), dense(config, _NAMES, prefix, bias=False)
 
     prefixes = [_NAMES.layer.format(index) for index in range(config.num_layers())]
-    norms = [norm("embeddings.LayerNorm"), *(norm(f"{prefix}post_mlp_layernorm") for prefix in prefixes)]
-    layers = tuple(
-        LayerSpec(
-            attention=replace(
-                attention(config, _NAMES, prefix, None, rope, qkv_bias=False, o_bias=False, qk_norm=False), causal=False
-            ),
-            mlp=dense(config, _NAMES, prefix, bias=False),
-            input_norm=input_norm,
-            post_norm=norm(f"{prefix}post_attention_layernorm"),
-        )
-        for prefix, input_norm in zip(prefixes, norms, strict=False)
-    )
+    layers, last = normed_sums(config, prefixes, block)
     return encoder(
         config,
         "embeddings.word_embeddings",
         layers,
-        norms[-1],
+        last,
         max_positions=config.max_positions(rope),
         types=EmbeddingSpec("embeddings.token_type_embeddings", config.size("type_vocab_size"), hidden),
         renames=_renames(),
