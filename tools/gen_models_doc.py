@@ -84,6 +84,9 @@ order of every sum is stated (`src/preheat/ops/delta.py`). So a state is a value
 batches and preemption change no bit: `tests/cpu/test_delta.py`, `tests/cpu/test_hybrids.py`.
 
 - They run on a CPU, in `--execution-mode eager`. Step 4 of the contract is a compiled function there.
+- They run on a GPU, eager or by graphs. One kernel takes rows that decode and prompts, token after token. The order of
+  its sums is the contract's (`src/preheat/backends/cuda/delta_kernels.py`). The kernels are compiled for each kind of
+  GPU and interpreted on a CPU; no GPU has run them yet (`tests/cuda/test_hybrids.py`).
 - A sequence has a state slot; all slots are counted in the memory before the KV cache. One sequence of Qwen3.5-35B-A3B
   takes 61 MiB, so `--max-num-seqs` decides much of the memory.
 - More state slots hold the states that [hits and drafts](#kept-states) need.
@@ -162,8 +165,8 @@ def _row(family: Callable[[Config], ModelSpec], names: list[str]) -> str:
     sizes, whole = [_sizes_of(spec) for spec in specs], any(spec.attentions[0].whole_qk_norm for spec in specs)
     assert sizes, f"no checkpoint of {names} is compared with transformers"
     cells = ["<br>".join(f"`{name}`" for name in names), adds, "<br>".join(dict.fromkeys(sizes)), "yes"]
-    late = states or QWEN_VL in names or any(spec.attentions[0].latent or spec.layers[0].end for spec in specs)
-    cells.append("not yet" if late else "yes")
+    late = QWEN_VL in names or any(spec.attentions[0].latent or spec.layers[0].end for spec in specs)
+    cells.append("not yet" if late else "kernels interpreted, never run" if states else "yes")
     stacked = GPT_OSS in names
     shared = not (LLAVA in names or QWEN_VL in names or stacked or whole or states)
     return _line(

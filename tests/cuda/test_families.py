@@ -44,6 +44,7 @@ SIZES: dict[str, Any] = {
     "vocab_size": VOCAB, "hidden_size": 256, "intermediate_size": 384, "num_hidden_layers": 2, "head_dim": 64,
     "max_position_embeddings": LENGTH,
 }  # fmt: skip
+STATE_THEN_FULL = ["linear_attention", "full_attention"]
 WINDOW_THEN_FULL = ["sliding_attention", "full_attention"]
 CHANGES: dict[str, dict[str, Any]] = {
     "llama 3.1": {"rope_parameters": LLAMA3_ROPE, "head_dim": 128, "num_attention_heads": 8},
@@ -66,6 +67,11 @@ CHANGES: dict[str, dict[str, Any]] = {
     "exaone 4": {"layer_types": WINDOW_THEN_FULL, "sliding_window": 100},
     "exaone 4 without windows": {"layer_types": ["full_attention"] * 2},
     "smollm3": {"no_rope_layers": [1, 0]},
+    "qwen3-next": {"layer_types": STATE_THEN_FULL},
+    "qwen3-next with dense layers": {"layer_types": STATE_THEN_FULL},
+    "qwen3.5": {"layer_types": STATE_THEN_FULL, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
+    "qwen3.5 tied": {"layer_types": STATE_THEN_FULL},
+    "qwen3.5 moe": {"layer_types": STATE_THEN_FULL},
     "qwen3 with yarn": {"rope_parameters": YARN_ROPE | {"factor": LENGTH / 64}},
 }
 """Changes beside `SIZES`, for differences that matter to a GPU's kernels.
@@ -139,7 +145,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return saved
 
 
-ELSEWHERE = {"kv_lora_rank": "latent vectors", "linear_num_key_heads": "state", "hidden_size_per_layer_input": "input"}
+ELSEWHERE = {"kv_lora_rank": "latent vectors", "hidden_size_per_layer_input": "input"}
 """Sizes of layers that no GPU runs yet, and their names in the refusal."""
 
 HERE = {name: model for name, model in MODELS.items() if not ELSEWHERE.keys() & model[1].keys()}
@@ -180,7 +186,7 @@ def test_bfloat16_is_transformers(name, checkpoint):
 
 
 @pytest.mark.parametrize(
-    "name", ["qwen2 with windows", "qwen3", *IN_FLOAT32, "gpt bigcode", "gemma 3", "mpt with six heads"]
+    "name", ["qwen2 with windows", "qwen3", *IN_FLOAT32, "qwen3.5", "gpt bigcode", "gemma 3", "mpt with six heads"]
 )
 def test_float32_is_transformers(name, checkpoint):
     """The error is tiny, and the engine's tokens are the most likely ones of transformers."""

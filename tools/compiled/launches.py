@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import partial
 from itertools import product
 from math import prod
+from types import SimpleNamespace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -20,8 +24,10 @@ from preheat.backends.cuda import paged_attention as paged
 from preheat.backends.cuda.activation import activate, clip, silu_and_mul
 from preheat.backends.cuda.card import Card as Hardware
 from preheat.backends.cuda.collective import add_ranks
+from preheat.backends.cuda.delta import CudaRecurrences
 from preheat.backends.cuda.digest import digest_rows
 from preheat.backends.cuda.embedding import embed, take_rows
+from preheat.backends.cuda.gate import gated
 from preheat.backends.cuda.lacking import lacking
 from preheat.backends.cuda.moe_shared import add_shared
 from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
@@ -29,8 +35,10 @@ from preheat.backends.cuda.quantize import quantize_rows, silu_and_quantize
 from preheat.backends.cuda.rotary import rope_and_write
 from preheat.backends.cuda.sampler import CudaSampler
 from preheat.core import Level
+from preheat.limits import Limits
+from preheat.ops.delta import DeltaWeights
 from preheat.ops.float8 import DTYPES
-from preheat.ops.values import Cache
+from preheat.ops.values import Cache, Recurrence
 from tools.oracles.card import META, Launch, Seen, watched
 from tools.oracles.layers import SCHEMES, Card, traces
 
@@ -93,7 +101,7 @@ def _all(hardware: Hardware, wanted: Callable[[str], bool]) -> Iterator[tuple[st
         if broken := [event for event in seen.events if isinstance(event, str) and re.match(r"\w*Error: ", event)]:
             raise RuntimeError(f"{where}: {broken[0]}")
         yield from ((where, each) for each in seen.launches)
-    for where, work in (*attention(hardware), *rows(hardware), *sampler()):
+    for where, work in (*attention(hardware), *rows(hardware), *states(), *sampler()):
         if wanted(where):
             seen = Seen()
             with watched(seen):
@@ -173,6 +181,36 @@ def rows(hardware: Hardware) -> Iterator[tuple[str, Work]]:
     for world in (2, 4):
         yield f"sum of {world} ranks", lambda w=world: add_ranks(
             _empty(w, 8, 4096, dtype=torch.float32), None, torch.bfloat16)  # fmt: skip
+
+
+STATES = Recurrence(key_heads=16, value_heads=32, key_dim=128, value_dim=128, taps=4)
+"""A layer of Qwen3-Next and Qwen3.5-35B-A3B."""
+
+
+def states() -> Iterator[tuple[str, Work]]:
+    """Yield layers with states, in steps with prompts and in steps of decoding rows, and attention's gates."""
+    limits = Limits(
+        max_model_len=4096, max_num_seqs=256, max_num_batched_tokens=2048, max_num_prefill_seqs=None, block_size=64,
+        num_blocks=9, states=256,
+    )  # fmt: skip
+    device: Any = SimpleNamespace(device=META, host_copy=lambda tensor: tensor)
+    for (name, dtype), width, sizes in product(
+        (("bfloat16", torch.bfloat16), ("float32", torch.float32)), (0, 1), (128, 256)
+    ):
+        value = replace(STATES, key_dim=sizes)
+        wide = partial(_empty, dtype=torch.float32)
+        heads = value.value_heads
+        taps = wide(value.channels, value.taps)
+        weights = DeltaWeights(value, taps, wide(heads), wide(heads), wide(value.value_dim), 1e-6)
+        made, x = CudaRecurrences(limits, device), _empty(256, value.inputs, dtype=dtype)
+        inputs: Any = SimpleNamespace(positions=_whole(256), rows=256, width=width)
+        yield (
+            f"states of {sizes}, {name}, {'decode' if width else 'prompts'}",
+            partial(
+                made.run, inputs, x, weights, made.states(value, 513, dtype), _empty(256, value.value_size, dtype=dtype)
+            ),
+        )
+    yield "gates", lambda: gated(_empty(8, 4096), _empty(8, 4096))
 
 
 def sampler() -> Iterator[tuple[str, Work]]:

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from preheat.backends.cold import Watched
     from preheat.backends.rendezvous import Rendezvous
     from preheat.core import Level, StepStates
-    from preheat.ops.delta import Recur
+    from preheat.ops.delta import DeltaStates, DeltaWeights, Recur
     from preheat.ops.matmul import LowRankPair
     from preheat.ops.quantization import QuantizedRows, QuantizedWeight
     from preheat.ops.sampling import SamplingInput
@@ -601,6 +601,28 @@ class Attention(Protocol):
         """Set every block table on the device to the pad block."""
 
 
+class Recurrences(Protocol):
+    """Recurrences of all layers with states, by kernels of the device. See :mod:`preheat.ops.delta`."""
+
+    def states(self, value: Recurrence, slots: int, dtype: torch.dtype) -> DeltaStates:
+        """Return the zero states of a layer, in the device's own layout."""
+
+    def plan(self, step: StepRows, states: StepStates) -> Any:
+        """Return the rows of ``step`` in the form of the device, on the host."""
+
+    def send(self, turn: int, rows: Any) -> None:
+        """Send the ``rows`` of a step in host copy ``turn``; returns before they arrive."""
+
+    def run(self, inputs: StepInputs, x: Tensor, weights: DeltaWeights, states: DeltaStates, out: Tensor) -> Tensor:
+        """Fill ``out`` [tokens, value heads * value dim] for ``x`` [tokens, inputs], and move the states on.
+
+        The rows that were sent last are computed. A padding token's output is zero.
+        """
+
+    def clear(self) -> None:
+        """Let no program compute a row until rows are sent."""
+
+
 class SharedParts(NamedTuple):
     """An expert that all tokens visit; ``gate`` is [1, hidden], if there is one."""
 
@@ -792,6 +814,15 @@ class Operations(Protocol):
 
     def recur(self, value: Recurrence) -> Recur:
         """Return the function of a layer's recurrence, see :func:`preheat.ops.delta.recur`."""
+
+    def recurrences(self, limits: Limits) -> Recurrences | None:
+        """Return kernels of whole recurrences for steps within ``limits``.
+
+        None: the reference runs around :meth:`recur`.
+        """
+
+    def gated(self, out: Tensor, gates: Tensor) -> Tensor:
+        """Return ``out`` times the sigmoids of ``gates``, see :mod:`preheat.ops.gate`; it may lie in ``out``."""
 
     def take_rows(self, x: Tensor, index: Tensor) -> Tensor:
         """Return the rows ``index`` int32 of ``x``, a new tensor."""

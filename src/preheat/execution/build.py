@@ -16,7 +16,7 @@ from preheat.execution.executor import Executor, attention_layers, layer_parts
 from preheat.execution.grid_encoder import GridEncoder
 from preheat.execution.input_batch import Packer
 from preheat.execution.kv_cache import KVCache
-from preheat.execution.mixers import Mixers
+from preheat.execution.mixers import HostRecurrences, Mixers
 from preheat.execution.pooler import Pooler
 from preheat.execution.sleep import CACHE, sleepable
 from preheat.limits import Limits
@@ -137,9 +137,10 @@ def build(
     else:
         attention = decoder.functions.attention
     if spec.has_states:
+        by = backend.recurrences(limits) or HostRecurrences(backend)  # its table does not sleep
         with nullcontext() if num_blocks is not None else sleepable(settings, backend, CACHE):
             state_slots = 1 if num_blocks is not None else limits.state_slots
-            attention = Mixers(attention, decoder, state_slots, model.dtype, backend)
+            attention = Mixers(attention, decoder, state_slots, dtype=model.dtype, by=by, gate=backend.gated)
     buffers = StepBuffers(limits, attention, backend, AXES if decoder.turns is not None else 0)
     if spec.head is None:
         sampler = Pooler(backend, limits, spec.hidden_size, model.dtype)

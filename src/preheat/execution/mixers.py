@@ -8,22 +8,35 @@ changes hands is written by its old sequence before the new one begins.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Attend, Attention, AttentionWork, Backend, BlockTables, StepInputs, StepRows
-from preheat.core import own_states
+from preheat.backends.base import (
+    Attend,
+    Attention,
+    AttentionWork,
+    Backend,
+    BlockTables,
+    Recurrences,
+    StepInputs,
+    StepRows,
+)
+from preheat.core import StepStates, own_states
 from preheat.model.decoder import Decoder
 from preheat.model.layers import RecurrenceWeights
 from preheat.model.recurrence_specs import DeltaSpec
 from preheat.model.specs import AttentionSpec
-from preheat.ops.delta import DeltaRows, DeltaStates, DeltaWeights, Recur, delta_rule
-from preheat.ops.gate import gated
+from preheat.ops.delta import DeltaRows, DeltaStates, DeltaWeights, delta_rule
+from preheat.ops.values import Recurrence
+
+Gate = Callable[[Tensor, Tensor], Tensor]
+"""See :meth:`preheat.backends.base.Operations.gated`."""
 
 
 @dataclass(slots=True)
@@ -31,13 +44,42 @@ class MixerWork(AttentionWork):
     """The work of a step: attention's ``own``, and the ``rows`` of the recurrences."""
 
     own: AttentionWork
-    rows: DeltaRows
+    rows: Any
+
+
+class HostRecurrences:
+    """The reference around a backend's :meth:`~preheat.backends.base.Operations.recur`, see :class:`Recurrences`."""
+
+    def __init__(self, backend: Backend) -> None:
+        self._device, self._recur = backend.device, cache(backend.recur)
+        self._rows: DeltaRows | None = None
+
+    def states(self, value: Recurrence, slots: int, dtype: torch.dtype) -> DeltaStates:
+        self._taps, _ = value.taps, self._recur(value)
+        return DeltaStates.of(value, slots, dtype, self._device)
+
+    def plan(self, step: StepRows, states: StepStates) -> DeltaRows:
+        return DeltaRows(states.read, states.write, states.extend, self._taps, self._device, row=states.row)
+
+    def send(self, turn: int, rows: DeltaRows) -> None:
+        self._rows = rows
+
+    def run(self, inputs: StepInputs, x: Tensor, weights: DeltaWeights, states: DeltaStates, out: Tensor) -> Tensor:
+        rows = self._rows
+        assert rows is not None, "no step was sent"
+        begins = inputs.positions.index_select(0, rows.first) == 0
+        out[: rows.count] = delta_rule(x, begins, rows, weights, states, by=self._recur(weights.value))
+        out[rows.count :] = 0
+        return out
+
+    def clear(self) -> None:
+        """Do nothing: each step sends its rows."""
 
 
 class _Recurrence(NamedTuple):
     weights: DeltaWeights
     states: DeltaStates
-    by: Recur
+    outputs: int
 
 
 class _Attention(NamedTuple):
@@ -51,27 +93,31 @@ class Mixers:
     """``attention`` for the layers of ``decoder`` that have keys, and a recurrence for the others.
 
     There are ``slots`` state slots, in the model's ``dtype`` where the contract says so. Slot 0 is for padding. Where
-    there is no other slot, dummy steps use this one.
+    there is no other slot, dummy steps use this one. ``by`` runs the recurrences, and ``gate`` the gates of attention.
     """
 
     def __init__(
-        self, attention: Attention, decoder: Decoder, slots: int, dtype: torch.dtype, backend: Backend
+        self,
+        attention: Attention,
+        decoder: Decoder,
+        slots: int,
+        *,
+        dtype: torch.dtype,
+        by: Recurrences,
+        gate: Gate,
     ) -> None:
-        self.attention, self._last = attention, slots - 1
+        self.attention, self._last, self._gated, self._recurrences = attention, slots - 1, gate, by
         self._layers: list[_Recurrence | _Attention] = []
-        self._device, number, made = backend.device, 0, cache(backend.recur)
+        number = 0
         for spec, layer in zip(decoder.spec.layers, decoder.weights.layers, strict=True):
             own, weights = spec.attention, layer.attention
             if isinstance(own, DeltaSpec) and isinstance(weights, RecurrenceWeights):
-                states = DeltaStates.of(own.value, slots, dtype, self._device)
-                self._layers.append(_Recurrence(weights.delta, states, made(own.value)))
+                states = self._recurrences.states(own.value, slots, dtype)
+                self._layers.append(_Recurrence(weights.delta, states, own.attended))
             elif isinstance(own, AttentionSpec):
                 heads = own.num_heads + 2 * own.num_kv_heads
                 self._layers.append(_Attention(number, heads, own.o.inputs, own.gated))
                 number += 1
-        self._taps = {each.weights.value.taps for each in self._layers if isinstance(each, _Recurrence)}.pop()
-        self._work: MixerWork | None = None
-        self._begins = torch.zeros(0, dtype=torch.bool)
 
     @property
     def states(self) -> list[DeltaStates]:
@@ -88,7 +134,7 @@ class Mixers:
         """
         own, states = self.attention.plan(step, tables), step.states or own_states(step.slots, step.extend)
         read, write = (np.minimum(each, self._last) for each in (states.read, states.write))
-        rows = DeltaRows(read, write, states.extend, self._taps, self._device, row=states.row)
+        rows = self._recurrences.plan(step, states._replace(read=read, write=write))
         steady = own.steady if step.states is None else -1
         return MixerWork(own.lists, steady, own.table_writes, own, rows)
 
@@ -96,19 +142,17 @@ class Mixers:
         self.attention.write(turn, tables)
 
     def send(self, turn: int, work: AttentionWork, inputs: StepInputs) -> None:
-        """Send attention's work, and find the rows that begin their sequence."""
+        """Send the work of attention and of the recurrences."""
         assert isinstance(work, MixerWork)
         self.attention.send(turn, work.own, inputs)
-        self._work, self._begins = work, inputs.positions.index_select(0, work.rows.first) == 0
+        self._recurrences.send(turn, work.rows)
 
     def attend(self, inputs: StepInputs, out: Tensor) -> Attend:
         """Return the mixer of each layer.
 
         ``out`` serves the layers of its width. A padding token's output is zero in layers with states.
         """
-        work, begins = self._work, self._begins
-        assert work is not None, "no step was sent"
-        room = {each.outputs: out for each in self._layers if isinstance(each, _Attention)}
+        room = {each.outputs: out for each in self._layers}
         for width in room:
             if width != out.shape[1]:
                 room[width] = out.new_empty(len(out), width)
@@ -116,19 +160,17 @@ class Mixers:
 
         def attend(index: int, x: Tensor) -> Tensor:
             layer = self._layers[index]
+            given = room[layer.outputs]
             if isinstance(layer, _Recurrence):
-                found = x.new_zeros(len(x), layer.weights.value.value_size)
-                found[: work.rows.count] = delta_rule(
-                    x.flatten(1), begins, work.rows, layer.weights, layer.states, by=layer.by
-                )
-                return found
+                return self._recurrences.run(inputs, x.flatten(1), layer.weights, layer.states, given)
             if not layer.gated:
                 return attends[layer.outputs](layer.number, x)
             gates = x[:, layer.heads :].flatten(1)
-            found = attends[layer.outputs](layer.number, x[:, : layer.heads].contiguous())
-            return gated(found, gates)
+            found = self._gated(attends[layer.outputs](layer.number, x[:, : layer.heads].contiguous()), gates)
+            return found if found is given else given.copy_(found)
 
         return attend
 
     def clear(self) -> None:
         self.attention.clear()
+        self._recurrences.clear()

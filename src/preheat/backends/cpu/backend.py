@@ -63,6 +63,7 @@ from preheat.limits import Limits
 from preheat.ops.delta import Recur
 from preheat.ops.digest import row_digests
 from preheat.ops.embedding import embed
+from preheat.ops.gate import gated
 from preheat.ops.kinds import NormKind
 from preheat.ops.moe import add_shared
 from preheat.ops.norm import make_norm
@@ -290,6 +291,12 @@ class CpuBackend:
         from preheat.backends.cpu.llvm.delta import CompiledRecur
 
         return CompiledRecur(value, self._cache, self._threads)
+
+    def recurrences(self, limits: Limits) -> None:
+        """Return nothing: the host runs each operation around :meth:`recur`."""
+
+    def gated(self, out: Tensor, gates: Tensor) -> Tensor:
+        return gated(out, gates)
 
     def take_rows(self, x: Tensor, index: Tensor) -> Tensor:
         return x.index_select(0, index)

@@ -39,10 +39,12 @@ from preheat.backends.cold import DYNAMO_COUNTERS, Watched
 from preheat.backends.cuda.attention import CudaAttention
 from preheat.backends.cuda.card import experience, text
 from preheat.backends.cuda.cold import COLD_SOURCES
+from preheat.backends.cuda.delta import CudaRecurrences
 from preheat.backends.cuda.device import card_at, driver_version, fix_arithmetic, obstacle
 from preheat.backends.cuda.digest import digest_rows
 from preheat.backends.cuda.embedding import embed, take_rows
 from preheat.backends.cuda.facts import FACTS
+from preheat.backends.cuda.gate import gated
 from preheat.backends.cuda.graph import CudaGraphs, Pool
 from preheat.backends.cuda.lacking import lacking
 from preheat.backends.cuda.launch import compiling
@@ -290,8 +292,14 @@ class CudaBackend:
         return add_shared(routed, x, gate, shared)
 
     def recur(self, value: Recurrence) -> Recur:
-        """Return the reference: :meth:`supports` refuses layers with states, which have no kernel here."""
+        """Return the reference, for comparisons: :meth:`recurrences` run the layers."""
         return recur
+
+    def recurrences(self, limits: Limits) -> CudaRecurrences:
+        return CudaRecurrences(limits, self)
+
+    def gated(self, out: Tensor, gates: Tensor) -> Tensor:
+        return gated(out, gates)
 
     def take_rows(self, x: Tensor, index: Tensor) -> Tensor:
         return take_rows(x, index)

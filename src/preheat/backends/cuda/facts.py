@@ -34,7 +34,6 @@ FACTS = Facts(
     ignored=NO_BRIDGE,
     lacks={
         ("groups",): "its attention kernels read one block table",
-        ("states",): "it has no kernel for layers with states yet",
         ("pipeline",): "nobody has tried stages there",
         ("audit",): "the digests of the audit are computed on the host",
         ("receipts",): "its sample program has no digest of the logits yet",

@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from preheat.backends.cuda.card import Card, refused
 from preheat.backends.support import matmuls
-from preheat.ops.values import Cache, Value
+from preheat.ops.values import Cache, Recurrence, Value
 
 WIDE_FLOAT32 = 147_456
 """Bytes of shared memory that prompts need in float32 with heads of more than 128 numbers."""
+
+NARROWEST_STATE, WIDEST_STATE = 4, 256
+"""Numbers of a head of keys or values in a layer with states; programs hold states in registers."""
 
 
 def lacking(card: Card, value: Value) -> str | None:
     """Return why ``card`` cannot run ``value``, by name, or None."""
     if isinstance(value, Cache):
         return _cache(card, value)
+    if isinstance(value, Recurrence):
+        return _recurrence(value)
     if card.float8:
         return None
     for part in matmuls(value):
@@ -21,6 +26,16 @@ def lacking(card: Card, value: Value) -> str | None:
         if scheme is not None and scheme.code == "fp8":
             return refused(card, f"layers in {scheme.kind} ({scheme.name})")
     return None
+
+
+def _recurrence(value: Recurrence) -> str | None:
+    sizes = value.key_dim, value.value_dim
+    if max(sizes) <= WIDEST_STATE and min(sizes) >= NARROWEST_STATE:
+        return None
+    return (
+        f"states with heads of {value.key_dim} by {value.value_dim} numbers are not supported on a GPU, only "
+        f"{NARROWEST_STATE} to {WIDEST_STATE} are: use --device cpu"
+    )
 
 
 def _cache(card: Card, cache: Cache) -> str | None:

@@ -56,6 +56,7 @@ from preheat.limits import Limits
 from preheat.ops.delta import Recur, recur
 from preheat.ops.digest import row_digests
 from preheat.ops.embedding import embed
+from preheat.ops.gate import gated
 from preheat.ops.kinds import NormKind
 from preheat.ops.moe import add_shared
 from preheat.ops.norm import make_norm
@@ -295,6 +296,12 @@ class HpuBackend:
     def recur(self, value: Recurrence) -> Recur:
         """Return the reference: :meth:`supports` refuses layers with states, which have no kernel here."""
         return recur
+
+    def recurrences(self, limits: Limits) -> None:
+        """Return nothing: the facts refuse layers with states."""
+
+    def gated(self, out: Tensor, gates: Tensor) -> Tensor:
+        return gated(out, gates)
 
     def take_rows(self, x: Tensor, index: Tensor) -> Tensor:
         """Take rows of the whole static tensor that ``x`` begins.

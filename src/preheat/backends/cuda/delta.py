@@ -1,0 +1,158 @@
+"""The gated delta rule on CUDA: three launches a layer, for all rows of a step.
+
+The rows of a step lie in one table on the device, at one place for all programs. So a captured graph serves every step
+of its bucket. Programs of the grid beyond the last row end at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from preheat.backends.base import HOST_COPIES, Backend, StepInputs, StepRows
+from preheat.backends.cuda import delta_kernels as kernels
+from preheat.backends.cuda.launch import options
+from preheat.core import StepStates
+from preheat.limits import Limits
+from preheat.ops.delta import DeltaStates, DeltaWeights
+from preheat.ops.values import Recurrence
+
+ROWS = 4
+"""The first word of the rows in the table. Word 0 is the number of rows."""
+
+
+class Config(NamedTuple):
+    """The columns of a program of the recurrence, and its warps. They change no bits."""
+
+    columns: int
+    warps: int
+
+
+PROMPTS, DECODING = Config(4, 1), Config(16, 4)
+"""For steps with prompts, and for steps of decoding rows only: fewer programs then move as many bytes."""
+
+
+@dataclass(frozen=True)
+class Table:
+    """The rows of steps within ``limits``, int32 on the device and in pinned memory.
+
+    First comes the number of rows. Then each row's first token, its slot to read, its first part, and the part behind
+    its last one. Then each part's end and its slot to write. Then each token's row, counted from 1; padding has 0.
+    """
+
+    rows: int
+    parts: int
+    tokens: int
+
+    @classmethod
+    def of(cls, limits: Limits) -> Table:
+        tokens = max(limits.max_num_batched_tokens, limits.max_num_seqs)
+        return cls(limits.max_num_seqs, limits.state_slots, tokens)
+
+    @property
+    def parts_at(self) -> int:
+        """The first word of the parts."""
+        return ROWS + 4 * self.rows
+
+    @property
+    def owners_at(self) -> int:
+        """The first word of the tokens' rows."""
+        return self.parts_at + 2 * self.parts
+
+    @property
+    def words(self) -> int:
+        return self.owners_at + self.tokens
+
+    def of_step(self, states: StepStates, tokens: int) -> np.ndarray:
+        """Return the words of a step of ``tokens`` tokens, padding included."""
+        words = np.zeros(self.owners_at + tokens, np.int32)
+        begins = (np.diff(states.row, prepend=-1) > 0).nonzero()[0]  # the first part of each row
+        ends, behind = states.extend.cumsum(), np.append(begins, len(states.row))[1:]
+        first = ends[begins] - states.extend[begins]
+        words[0] = len(begins)
+        words[ROWS : ROWS + 4 * len(begins)] = np.stack((first, states.read[begins], begins, behind), 1).ravel()
+        parts = np.stack((ends, states.write), 1).ravel()
+        words[self.parts_at : self.parts_at + len(parts)] = parts
+        words[self.owners_at : self.owners_at + ends[-1]] = np.repeat(
+            1 + np.arange(len(begins)), ends[behind - 1] - first
+        )
+        return words
+
+
+class CudaRecurrences:
+    """The recurrences of all layers, see :class:`preheat.backends.base.Recurrences`."""
+
+    def __init__(self, limits: Limits, backend: Backend) -> None:
+        self._table, self._device = Table.of(limits), backend.device
+        self.words = torch.zeros(self._table.words, dtype=torch.int32, device=backend.device)
+        self._host = [backend.host_copy(self.words) for _ in range(HOST_COPIES)]
+        self._sent: np.ndarray | None = None
+
+    def states(self, value: Recurrence, slots: int, dtype: torch.dtype) -> DeltaStates:
+        """Return zero states; the matrix of a head is [value dim, key dim] in the order of the kernels."""
+        made = DeltaStates.of(value, slots, dtype, self._device)
+        return DeltaStates(made.window, made.matrix.view(slots, value.value_heads, value.value_dim, value.key_dim))
+
+    def plan(self, step: StepRows, states: StepStates) -> np.ndarray:
+        return self._table.of_step(states, step.tokens)
+
+    def send(self, turn: int, rows: Any) -> None:
+        """Copy the table to the device, unless it is there."""
+        if rows is self._sent:
+            return
+        host = self._host[turn][: len(rows)]
+        host.numpy()[:] = rows
+        self.words[: len(rows)].copy_(host, non_blocking=True)
+        self._sent = rows
+
+    def clear(self) -> None:
+        self.words.zero_()
+        self._sent = None
+
+    def run(self, inputs: StepInputs, x: Tensor, weights: DeltaWeights, states: DeltaStates, out: Tensor) -> Tensor:
+        value, tokens, device = weights.value, len(x), x.device
+        made = [
+            torch.empty(tokens, heads, size, dtype=torch.float32, device=device)
+            for heads, size in (
+                (value.key_heads, value.key_dim), (value.key_heads, value.key_dim), (value.key_heads, 1),
+                (value.value_heads, value.value_dim), (value.value_heads, 1), (value.value_heads, 1),
+            )
+        ]  # fmt: skip
+        answers = torch.empty_like(made[3])
+        self._prepare(inputs, x, weights, states, made)
+        self._recur(inputs, x, value, states, [*made, answers])
+        kernels.finish[(tokens, value.value_heads)](
+            x, self.words, answers, weights.norm, out, x.stride(0), 1.0 / value.value_dim, weights.eps,
+            CHANNELS=value.channels, HEADS=value.value_heads, VALUE=value.value_dim, OWNERS=self._table.owners_at,
+            enable_fp_fusion=False, **options(num_warps=1, num_stages=1),
+        )  # fmt: skip
+        return out
+
+    def _prepare(
+        self, inputs: StepInputs, x: Tensor, weights: DeltaWeights, states: DeltaStates, made: list[Tensor]
+    ) -> None:
+        """Fill ``made`` with queries, keys, their products, values, decays and betas."""
+        value = weights.value
+        kernels.prepare[(len(x), value.key_heads)](
+            x, inputs.positions, self.words, states.window, weights.taps, weights.rate, weights.bias,
+            kernels.places(value.key_dim, x.device), *made, x.stride(0), value.key_dim**-0.5,
+            KEY_HEADS=value.key_heads, SHARE=value.value_heads // value.key_heads, KEY=value.key_dim,
+            VALUE=value.value_dim, TAPS=value.taps, OWNERS=self._table.owners_at, enable_fp_fusion=False,
+            **options(num_warps=1, num_stages=1),
+        )  # fmt: skip
+
+    def _recur(self, inputs: StepInputs, x: Tensor, value: Recurrence, states: DeltaStates, made: list[Tensor]) -> None:
+        """Fill the last of ``made`` with the answers, and move the states on."""
+        columns, warps = DECODING if inputs.width else PROMPTS
+        columns = min(columns, value.value_dim)
+        lanes, run = kernels.split_of(value.key_dim)
+        kernels.recur[(value.value_dim // columns, value.value_heads, inputs.rows)](
+            x, inputs.positions, self.words, states.window, states.matrix, *made, x.stride(0),
+            KEY_HEADS=value.key_heads, SHARE=value.value_heads // value.key_heads, KEY=value.key_dim,
+            VALUE=value.value_dim, TAPS=value.taps, PARTS=self._table.parts_at, COLUMNS=columns, RUN=run, LANES=lanes,
+            enable_fp_fusion=False, **options(num_warps=warps, num_stages=1),
+        )  # fmt: skip

@@ -1,0 +1,255 @@
+"""Models with states on a GPU: kernels against the reference, and one set of bits for any cuts, slots and neighbors."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from preheat import LLM, SamplingParams
+from preheat.backends.cuda import delta
+from preheat.backends.cuda.delta import Config, CudaRecurrences
+from preheat.core import StepStates
+from preheat.errors import NotInvariant
+from preheat.ops.delta import delta_rule
+from preheat.ops.values import Recurrence
+from preheat.plan.items import ForwardItem
+from preheat.verify.boot import BootCheck
+from preheat.verify.check_runner import CheckRunner
+from preheat.warmup.record import Record
+from tests.cpu.checkpoints import MODELS, save_checkpoint
+from tests.delta_layer import DeltaLayer, step_four
+
+VALUE = Recurrence(key_heads=4, value_heads=8, key_dim=128, value_dim=128, taps=4)
+LENGTHS = (300, 1, 37)
+SIZES: dict[str, Any] = {
+    "hidden_size": 256, "head_dim": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+    "max_position_embeddings": 1024,
+}  # fmt: skip
+OPTIONS: dict[str, Any] = {
+    "device": "cuda", "dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 512, "max_num_seqs": 8,
+    "max_num_batched_tokens": 256, "block_size": 16, "num_gpu_blocks_override": 300, "boot_check": "off",
+    "skip_warmup": False, "on_cold": "raise",
+}  # fmt: skip
+SUFFIX = {"method": "suffix", "num_speculative_tokens": 3}
+HARD: dict[str, dict[str, Any]] = {
+    "chunks": {"max_num_batched_tokens": 23, "max_num_seqs": 3},
+    "few blocks": {"num_gpu_blocks_override": 40, "max_num_batched_tokens": 64, "mamba_cache_mode": "all",
+                   "max_kept_states": 5},
+    "drafts": {"speculative_config": SUFFIX},
+    "few drafts": {"speculative_config": SUFFIX, "max_kept_states": 4, "mamba_block_size": 32},
+    "eager": {"enforce_eager": True},
+}  # fmt: skip
+
+
+class Device:
+    """The parts of a backend that a layer of its own needs."""
+
+    device = torch.device("cuda")
+
+    @staticmethod
+    def host_copy(tensor: Tensor) -> Tensor:
+        return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=True)
+
+
+def layer(lengths: tuple[int, ...] = LENGTHS, value: Recurrence = VALUE) -> DeltaLayer:
+    return DeltaLayer(Device(), value, lengths, torch.bfloat16)
+
+
+@pytest.mark.parametrize("config", [Config(4, 1), Config(8, 1), Config(16, 4), Config(64, 8)])
+@pytest.mark.parametrize("key_dim", [16, 64, 128, 256])
+def test_the_recurrence_has_the_bits_of_the_reference(config, key_dim, monkeypatch):
+    """The order of every sum is the contract's, whatever columns and warps a program has, and nothing is fused."""
+    monkeypatch.setattr(delta, "PROMPTS", config)
+    value = Recurrence(key_heads=2, value_heads=4, key_dim=key_dim, value_dim=128, taps=4)
+    made = layer((33, 1, 5), value)
+    found, expected, matrix = step_four(made, monkeypatch)
+    assert torch.equal(found, expected)
+    for slot in (1, 2, 3):
+        assert torch.equal(made.plain(slot), matrix[slot])
+
+
+def test_a_layer_is_near_the_reference():
+    """Exponentials, roots and divisions are the device's."""
+    made = layer()
+    found, states = torch.cat(made.whole()), made.zeros()
+    begins = torch.ones(len(LENGTHS), dtype=torch.bool, device="cuda")
+    expected = delta_rule(torch.cat(made.texts), begins, made.rows(), made.weights, states)
+    torch.testing.assert_close(found, expected, rtol=2e-2, atol=1e-2)
+    for slot in (1, 2, 3):
+        torch.testing.assert_close(made.plain(slot), states.matrix[slot], rtol=1e-3, atol=1e-4)
+        assert torch.equal(made.states.window[slot], states.window[slot])
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 299])
+def test_bits_do_not_depend_on_cuts(size):
+    whole, cut = layer(), layer()
+    right, parts = whole.whole()[0], []
+    for at in range(0, LENGTHS[0], size):
+        count = min(size, LENGTHS[0] - at)
+        parts.append(cut.step((0, count, 4, 4), width=int(count == 1)))
+    assert torch.equal(torch.cat(parts), right)
+    assert torch.equal(cut.states.matrix[4], whole.states.matrix[1])
+    assert torch.equal(cut.states.window[4], whole.states.window[1])
+
+
+def test_kept_states_have_the_bits_of_a_row_that_ends_there():
+    whole, kept = layer(), layer()
+    right = whole.whole()
+    found = kept.step((0, 64, 1, 5), (0, 1, 5, 6), (0, 235, 6, 1), (2, 37, 3, 3))
+    assert torch.equal(found, torch.cat((right[0], right[2])))
+    for end, slot in ((64, 5), (65, 6)):
+        alone = layer()
+        alone.step((0, end, 1, 1))
+        assert torch.equal(alone.states.matrix[1], kept.states.matrix[slot])
+        assert torch.equal(alone.states.window[1], kept.states.window[slot])
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+    folder: Path = tmp_path_factory.mktemp("hybrid")
+    family, changes = MODELS["qwen3-next"]
+    save_checkpoint((family, changes | SIZES), folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def llm(checkpoint: str) -> LLM:
+    return LLM(checkpoint, **OPTIONS)
+
+
+def prompts() -> list[list[int]]:
+    """Return prompts of many lengths; some are beginnings of others, and end beside blocks."""
+    chance = random.Random(2)
+    text = [chance.randrange(199) for _ in range(400)]
+    lengths = (1, 15, 16, 17, 64, 65, 200, 400)
+    return [*(text[:length] for length in lengths), [*text[:80], 5, 6], [*text[:70], *text[:90]], text[250:]]
+
+
+Answer = tuple[list[int], list[float]]
+
+
+def answers(llm: LLM, asked: list[list[int]], count: int = 24, **params: Any) -> list[Answer]:
+    wanted = SamplingParams(temperature=0, max_tokens=count, ignore_eos=True, logprobs=0, **params)
+    found = []
+    for output in llm.generate([{"prompt_token_ids": each} for each in asked], wanted, use_tqdm=False):
+        for choice in output.outputs:
+            entries = zip(choice.token_ids, choice.logprobs or (), strict=True)
+            found.append((list(choice.token_ids), [entry[token].logprob for token, entry in entries]))
+    return found
+
+
+@pytest.fixture(scope="module")
+def right(llm: LLM) -> list[Answer]:
+    """Return the answers to prompts that run alone and find no prefix."""
+    return [one for each in prompts() for one in answers(llm, [each], skip_reading_prefix_cache=True)]
+
+
+def test_the_same_bits_together_and_again(llm, right):
+    """The second round finds prefixes at ends of blocks, and sequences share slots."""
+    assert answers(llm, prompts()) == right
+    assert answers(llm, prompts()[::-1])[::-1] == right
+    assert llm.loop.scheduler.stats().prefix_hits > 0
+    llm.loop.scheduler.check()
+
+
+def of(checkpoint: str, name: str) -> LLM:
+    return LLM(checkpoint, **OPTIONS | HARD[name])
+
+
+@pytest.mark.parametrize("name", [name for name in HARD if name != "eager"])
+def test_the_same_bits_in_every_way(name, checkpoint, right):
+    other = of(checkpoint, name)
+    for _ in range(2):
+        assert answers(other, prompts()) == right
+    stats = other.loop.scheduler.stats()
+    assert stats.preemptions > 0 or name != "few blocks"
+    assert stats.accepted_tokens > 0 or "drafts" not in name
+    other.loop.scheduler.check()
+
+
+def test_graphs_have_the_bits_of_operations(checkpoint, llm, right):
+    forwards = [item.program for item in llm.loop.packer.plan.items if isinstance(item, ForwardItem)]
+    assert forwards and all(llm.loop.executor.is_captured(program) for program in forwards)
+    assert answers(of(checkpoint, "eager"), prompts()) == right
+
+
+def check_of(llm: LLM) -> BootCheck:
+    loop = llm.loop
+    record = Record.of(loop.packer.plan, model="hybrid", platform="cuda", dtype="bfloat16", mode="eager")
+    runner = CheckRunner(loop.scheduler.pool, loop.packer, loop.executor)
+    return BootCheck(runner, record, loop.executor.backend.facts, loop.grammars)
+
+
+CHECKS = ("states", "chunked", "prefix hit", "decode", "co-batched", "poisoned", "compaction")
+
+
+@pytest.fixture(scope="module")
+def eager(checkpoint: str) -> LLM:
+    return LLM(checkpoint, **OPTIONS | HARD["eager"] | HARD["drafts"])
+
+
+def test_each_check_at_boot_passes(eager):
+    check = check_of(eager)
+    check.begin()
+    for name in (*CHECKS, "drafts"):
+        check.run(name)
+
+
+def changed(read: Callable[[StepStates], StepStates]) -> Callable[..., Any]:
+    plan = CudaRecurrences.plan
+    return lambda self, step, states: plan(self, step, read(states))
+
+
+def after(change: Callable[[Any], object]) -> Callable[..., Tensor]:
+    run = CudaRecurrences.run
+
+    def wrong(self: Any, inputs: Any, x: Tensor, weights: Any, states: Any, out: Tensor) -> Tensor:
+        found = run(self, inputs, x, weights, states, out)
+        change(states)
+        return found
+
+    return wrong
+
+
+FAULTS = {
+    "a neighbor's slot": ("decode", "plan", changed(lambda states: states._replace(read=states.read[::-1].copy()))),
+    "a narrow state": ("decode", "run", after(lambda states: states.matrix.copy_(states.matrix.bfloat16()))),
+    "a late window": ("chunked", "run", after(lambda states: states.window.copy_(states.window.roll(1, 1)))),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_the_checks_see_a_fault(fault, eager, monkeypatch):
+    """Control: kernels' results are changed between launches, in operations without graphs."""
+    name, method, wrong = FAULTS[fault]
+    check = check_of(eager)
+    check.begin()
+    with monkeypatch.context() as patch:
+        patch.setattr(CudaRecurrences, method, wrong)
+        with pytest.raises(NotInvariant):
+            check.run(name)
+    for each in eager.loop.executor.attention.states:
+        each.matrix.zero_()
+        each.window.zero_()
+    check.run("co-batched")
+
+
+def test_states_sleep_with_the_cache(checkpoint, right):
+    """Contents of states are lost in a sleep; graphs keep their addresses, and answers their bits."""
+    engine = LLM(checkpoint, **OPTIONS | {"enable_sleep_mode": True, "boot_check": "quick"})
+    assert answers(engine, prompts()) == right
+    engine.sleep(1)
+    engine.wake_up()
+    assert answers(engine, prompts()) == right
+
+
+def test_memory_of_states_is_counted(llm):
+    limits, executor = llm.loop.packer.plan.limits, llm.loop.executor
+    held = sum(each.matrix.nbytes + each.window.nbytes for each in executor.attention.states)
+    assert held == limits.state_slots * executor.decoder.spec.state_bytes(executor.decoder.dtype.itemsize)

@@ -1,0 +1,115 @@
+"""A layer of the CUDA backend's gated delta rule with random weights, driven step by step."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from preheat.backends.cuda.delta import CudaRecurrences
+from preheat.backends.cuda.delta_kernels import places
+from preheat.core import StepStates
+from preheat.limits import Limits
+from preheat.ops.delta import DeltaRows, DeltaStates, DeltaWeights, Heads, recur, tree
+from preheat.ops.values import Recurrence
+
+Part = tuple[int, int, int, int]
+"""A text, a number of its tokens, and the slots to read and to write."""
+
+PADDING = 2
+
+
+def random_weights(value: Recurrence, device: torch.device) -> DeltaWeights:
+    draw = torch.Generator().manual_seed(3)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=draw).to(device)
+
+    return DeltaWeights(
+        value=value, taps=normal(value.channels, value.taps) * 0.6, rate=-normal(value.value_heads).exp() * 0.5,
+        bias=normal(value.value_heads), norm=1 + 0.1 * normal(value.value_dim), eps=1e-6,
+    )  # fmt: skip
+
+
+class DeltaLayer:
+    """A layer of ``value`` on ``backend``, and texts of ``lengths``; slots begin with the leftovers of others."""
+
+    def __init__(self, backend: Any, value: Recurrence, lengths: tuple[int, ...], dtype: torch.dtype) -> None:
+        self.value, self.device, self.lengths = value, backend.device, lengths
+        self.weights, draw = random_weights(value, self.device), torch.Generator().manual_seed(4)
+        self.texts = [torch.randn(length, value.inputs, generator=draw).to(self.device, dtype) for length in lengths]
+        limits = Limits(
+            max_model_len=64, max_num_seqs=4, max_num_batched_tokens=sum(lengths) + PADDING, max_num_prefill_seqs=None,
+            block_size=16, num_blocks=9, states=3,
+        )  # fmt: skip
+        self.kernels = CudaRecurrences(limits, backend)
+        self.states = self.kernels.states(value, limits.state_slots, dtype)
+        for each in (self.states.window, self.states.matrix):
+            each.fill_(float("nan"))
+        self.done = [0] * len(lengths)
+
+    def step(self, *parts: Part, width: int = 0) -> Tensor:
+        """Return the outputs of a step; neighboring parts of one text are one row. Padding is checked to be zero."""
+        text, extend, read, write = np.array(parts).T
+        row = np.cumsum(np.diff(text, prepend=text[0]) != 0)
+        given, positions = [], list[int]()
+        for own, count, *_ in parts:
+            given.append(self.texts[own][self.done[own] : self.done[own] + count])
+            positions += range(self.done[own], self.done[own] + count)
+            self.done[own] += count
+        x = torch.cat((*given, given[0].new_full((PADDING, self.value.inputs), float("nan"))))
+        places_of = torch.tensor([*positions, *[0] * PADDING], dtype=torch.int32, device=self.device)
+        inputs: Any = SimpleNamespace(positions=places_of, rows=4, width=width)
+        step: Any = SimpleNamespace(tokens=len(x))
+        self.kernels.send(0, self.kernels.plan(step, StepStates(row, extend, read, write)))
+        out = x.new_full((len(x), self.value.value_size), float("nan"))
+        self.kernels.run(inputs, x, self.weights, self.states, out)
+        assert not out[-PADDING:].any()
+        return out[:-PADDING]
+
+    def whole(self) -> list[Tensor]:
+        """Compute all texts in one step, each in the slot of its number."""
+        texts = [(text, length, text + 1, text + 1) for text, length in enumerate(self.lengths)]
+        return list(self.step(*texts).split(self.lengths))
+
+    def plain(self, slot: int) -> Tensor:
+        """Return the matrices of ``slot`` as the reference has them: [value heads, key dim, value dim]."""
+        return self.states.matrix[slot].transpose(1, 2)[:, places(self.value.key_dim, self.device).long()]
+
+    def rows(self) -> DeltaRows:
+        """Return the rows of :meth:`whole` for the reference."""
+        slots = np.arange(1, 1 + len(self.lengths))
+        return DeltaRows(slots, slots, np.array(self.lengths), self.value.taps, self.device)
+
+    def zeros(self) -> DeltaStates:
+        """Return states of the reference for :meth:`rows`."""
+        return DeltaStates.of(self.value, 1 + len(self.lengths), self.texts[0].dtype, self.device)
+
+
+def step_four(layer: DeltaLayer, patch: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """Give ``layer`` random inputs of step 4; return its answers, the reference's, and the reference's matrices."""
+    value, device, tokens = layer.value, layer.device, sum(layer.lengths)
+    draw = torch.Generator().manual_seed(7)
+    shapes = [(value.key_heads, value.key_dim)] * 2 + [(value.value_heads, value.value_dim)]
+    q, k, v = ((torch.randn(tokens, *shape, generator=draw) * 0.2).to(device) for shape in shapes)
+    decay, beta = (torch.rand(tokens, value.value_heads, generator=draw).to(device) for _ in range(2))
+    order, answers, own = places(value.key_dim, device).long(), list[Tensor](), layer.kernels._recur
+
+    def given(inputs: Any, x: Tensor, weights: Any, states: Any, made: list[Tensor]) -> None:
+        made[0][:tokens, :, order], made[1][:tokens, :, order] = q, k
+        for buffer, numbers in zip(made[2:], (tree(k * q, -1), v, decay, beta), strict=True):
+            buffer[:tokens] = numbers.view(buffer[:tokens].shape)
+
+    def heard(*args: Any) -> None:
+        own(*args)
+        answers.append(args[-1][-1][:tokens])
+
+    patch.setattr(layer.kernels, "_prepare", given)
+    patch.setattr(layer.kernels, "_recur", heard)
+    layer.whole()
+    matrix = layer.zeros().matrix.fill_(float("nan"))
+    begins = torch.ones(len(layer.lengths), dtype=torch.bool, device=device)
+    return answers[0], recur(Heads(q, k, v, decay, beta), matrix, layer.rows(), begins), matrix
