@@ -6,7 +6,7 @@ import json
 
 import msgspec
 
-from preheat.frontend.receipts import Receipt, chain_of
+from preheat.frontend.receipt import Receipt, chain_of
 from tests.api.conftest import Server
 
 ASKED = {"temperature": 1, "seed": 5, "max_tokens": 6, "ignore_eos": True, "receipt": True}

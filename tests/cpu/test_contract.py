@@ -16,7 +16,7 @@ from preheat.frontend.frontend import Frontend
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.model import weights_digest
 from preheat.model.files import BUNDLED_PATH, weight_files
-from preheat.model.formats import Piece
+from preheat.model.reading import Piece
 from preheat.model.sources import SafetensorsFiles
 from preheat.model.weights_digest import WeightsDigest
 from preheat.settings import Settings

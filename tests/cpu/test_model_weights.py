@@ -20,8 +20,9 @@ from preheat.backends.cuda.upload import Upload
 from preheat.errors import ModelError
 from preheat.model.decoder import Decoder
 from preheat.model.families import read_spec
-from preheat.model.formats import FORMATS, Plain, Shape, expected_tensors
+from preheat.model.formats import FORMATS, Plain, expected_tensors
 from preheat.model.loader import WeightLoader, load_model, load_weights
+from preheat.model.reading import Shape
 from preheat.model.sources import DummyTensors, SafetensorsFiles, check_tensors
 from preheat.model.specs import LayerSpec, LinearSpec, ModelSpec, without_head
 from preheat.model.ties import with_stored_head

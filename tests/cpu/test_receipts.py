@@ -16,8 +16,8 @@ from preheat import LLM
 from preheat.cli import main
 from preheat.core import SamplingParams, StructuredOutputsParams
 from preheat.errors import InvalidRequest, PreheatError, SettingsError
+from preheat.frontend.receipt import Receipt, chain_of
 from preheat.frontend.receipt_log import KEPT, ReceiptLog
-from preheat.frontend.receipts import Receipt, chain_of
 from preheat.ops.digest import row_digests
 from preheat.settings import Settings
 from preheat.startup import boot_engine

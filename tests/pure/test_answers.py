@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from preheat.core import Request, SamplingParams, StructuredOutputsParams
 from preheat.errors import InvalidRequest
 from preheat.frontend.answer_format import AnswerFormat, AnswerFormats, ToolChoice
-from preheat.frontend.answer_parser import AnswerParser, ParsedAnswer
+from preheat.frontend.answer_parser import AnswerParser, ParsedAnswer, parser_of
 from preheat.frontend.marks import mark_chars, mark_texts
 from preheat.frontend.reasoning import REASONING_PARSERS
 from preheat.frontend.stop import StopChecker, StopStrings
@@ -73,7 +73,7 @@ def deltas(tokenizer: Tokenizer, form: AnswerFormat, ids: list[int], skip: bool 
 
 def answered(tokenizer: Tokenizer, form: AnswerFormat, text: str, skip: bool = True) -> tuple[str, str, list]:
     """Return reasoning, content and calls."""
-    blocks = parts_of(form.parser(), deltas(tokenizer, form, tokenizer.encode(text, False), skip))
+    blocks = parts_of(parser_of(form), deltas(tokenizer, form, tokenizer.encode(text, False), skip))
     texts = ["".join(text for kind, text, _ in blocks if kind == wanted) for wanted in ("reasoning", "content")]
     return (*texts, [(name, json.loads(text)) for kind, text, name in blocks if kind == "call"])
 
@@ -225,13 +225,13 @@ def test_a_stream_is_the_whole_answer(tokenizers: dict[str, Tokenizer], data: st
     pieces = st.sampled_from([tokenizer.encode(piece, False) for piece in PIECES])
     ids = [id for piece in data.draw(st.lists(pieces, max_size=12)) for id in piece]
     ids = data.draw(st.just(ids) | st.lists(st.integers(0, tokenizer.vocab_size - 1), max_size=20))
-    stream, whole = form.parser(), form.parser()
+    stream, whole = parser_of(form), parser_of(form)
     each = deltas(tokenizer, form, ids, skip)
     blocks = parts_of(stream, each)
     assert blocks == parts_of(whole, ["".join(each)])
     text, cuts = "".join(each), data.draw(st.lists(st.integers(0, 200), max_size=6))
     places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    assert blocks == parts_of(form.parser(), [text[a:b] for a, b in pairwise(places)])
+    assert blocks == parts_of(parser_of(form), [text[a:b] for a, b in pairwise(places)])
     assert stream.reasoning_tokens(ids) == whole.reasoning_tokens(ids) <= len(ids)
     for kind, shown, name in blocks:
         (name + shown).encode()
@@ -262,9 +262,9 @@ def test_marks_may_be_text(
     form, ids = form_of(tokenizer, None, parser), tokenizer.encode(text, False)
     assert form.reasoning is not None and form.reasoning.in_text
     assert answered(tokenizer, form, text) == (reasoning, content, [])
-    answer = form.parser()
+    answer = parser_of(form)
     pieces = deltas(tokenizer, form, ids)
-    assert parts_of(answer, pieces) == parts_of(form.parser(), ["".join(pieces)])
+    assert parts_of(answer, pieces) == parts_of(parser_of(form), ["".join(pieces)])
     assert (answer.reasoning_tokens(ids) > 0) == bool(reasoning)
 
 
@@ -272,7 +272,7 @@ def test_reasoning_between_marks_that_are_text_is_counted(tokenizers: dict[str, 
     tokenizer = tokenizers["bare"]
     for text, count in (("<think>abc</think>d", 3), ("<think>ab</th", 2), ("abc", 0), ("\n<think>", 0)):
         ids = tokenizer.encode(text, False)
-        assert form_of(tokenizer, None, "olmo3").parser().reasoning_tokens(ids) == count
+        assert parser_of(form_of(tokenizer, None, "olmo3")).reasoning_tokens(ids) == count
 
 
 def test_a_call_ends_reasoning_whose_marks_are_text(tokenizers: dict[str, Tokenizer]) -> None:
@@ -346,7 +346,7 @@ def test_grammar_and_parser_agree_on_the_content(tokenizers: dict[str, Tokenizer
     ids = [id for text in said for id in tokenizer.encode(text, False)]
     for end, id in enumerate(ids, 1):
         assert not state.accept(id)
-        blocks = parts_of(form.parser(), deltas(tokenizer, form, ids[:end]))
+        blocks = parts_of(parser_of(form), deltas(tokenizer, form, ids[:end]))
         content = "".join(text for kind, text, _ in blocks if kind == "content")
         seen = (
             tokenizer.decode(state.matcher.seen, skip_special_tokens=False) if state.phase is not Phase.WITHIN else ""
@@ -366,7 +366,7 @@ def test_the_agreement_can_fail(tokenizers: dict[str, Tokenizer]) -> None:
     state = State(library, library.deep_copy(), Request(0, [], params, 0, 8, stop_ids=[0]))  # type: ignore[arg-type]
     (token,) = tokenizer.encode("{", False)
     assert not state.accept(token) and state.matcher.seen == []
-    assert parts_of(form.parser(), ["{"]) == [("content", "{", "")]
+    assert parts_of(parser_of(form), ["{"]) == [("content", "{", "")]
 
 
 def test_the_law_of_streams_can_fail(tokenizers: dict[str, Tokenizer], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -374,14 +374,14 @@ def test_the_law_of_streams_can_fail(tokenizers: dict[str, Tokenizer], monkeypat
     text, form = f"<think>Well.{CALLS['hermes']}", form_of(tokenizers["plain"], "hermes")
     ids = [id for char in text.removeprefix("<think>") for id in tokenizers["plain"].encode(char, False)]
     pieces = deltas(tokenizers["plain"], form, [*tokenizers["plain"].encode("<think>", False), *ids])
-    assert parts_of(form.parser(), pieces) == parts_of(form.parser(), ["".join(pieces)])
+    assert parts_of(parser_of(form), pieces) == parts_of(parser_of(form), ["".join(pieces)])
     spelled = form_of(tokenizers["bare"], None, "granite")
     thought = [*"Here is my thought process: a", *"Here is my response: b"]
-    assert parts_of(spelled.parser(), thought) == parts_of(spelled.parser(), ["".join(thought)])
+    assert parts_of(parser_of(spelled), thought) == parts_of(parser_of(spelled), ["".join(thought)])
     for kind in (StreamParser, TextMarks):
         monkeypatch.setattr(kind, "_held", lambda *_: 0)
-    assert parts_of(form.parser(), pieces) != parts_of(form.parser(), ["".join(pieces)])
-    assert parts_of(spelled.parser(), thought) != parts_of(spelled.parser(), ["".join(thought)])
+    assert parts_of(parser_of(form), pieces) != parts_of(parser_of(form), ["".join(pieces)])
+    assert parts_of(parser_of(spelled), thought) != parts_of(parser_of(spelled), ["".join(thought)])
 
 
 def test_where_a_model_does_not_think_its_first_token_is_held(tokenizers: dict[str, Tokenizer]) -> None:
@@ -438,7 +438,7 @@ def test_reasoning_is_counted(tokenizers: dict[str, Tokenizer]) -> None:
     for text, thought in (("<think>abc</think>d", "abc"), ("abc</think>", ""), ("\n<think>ab", "ab"),
                           ("<think>ab" + CALLS["hermes"], "ab")):  # fmt: skip
         form, ids = form_of(tokenizer, "hermes"), tokenizer.encode(text, False)
-        parser = form.parser()
+        parser = parser_of(form)
         parts_of(parser, deltas(tokenizer, form, ids))
         assert parser.reasoning_tokens(ids) == len(tokenizer.encode(thought, False))
 

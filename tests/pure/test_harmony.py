@@ -18,6 +18,7 @@ from tokenizers import AddedToken
 from preheat.core import Request, SamplingParams, StructuredOutputsParams
 from preheat.errors import ModelError, SettingsError
 from preheat.frontend.answer_format import AnswerFormat, AnswerFormats, ToolChoice
+from preheat.frontend.answer_parser import parser_of
 from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.messages import chat_messages
 from preheat.frontend.tokenizer import Tokenizer
@@ -84,7 +85,7 @@ def test_letters_of_a_mark_are_no_mark(tokenizer: Tokenizer) -> None:
     """Where the marks are tokens, the same letters spelled by other tokens are text."""
     form = form_of(tokenizer)
     ids = [*tokenizer.encode(FINAL, False), *(id for char in "a<|end|>b" for id in tokenizer.encode(char, False))]
-    assert parts_of(form.parser(), deltas(tokenizer, form, ids)) == [("content", "a<|end|>b", "")]
+    assert parts_of(parser_of(form), deltas(tokenizer, form, ids)) == [("content", "a<|end|>b", "")]
 
 
 ARGUMENTS = st.dictionaries(st.text(max_size=4), st.integers() | st.text(max_size=4) | st.none(), max_size=3)
@@ -109,8 +110,8 @@ def test_written_messages_are_parsed_back(
     assert answered(tokenizer, form, NEXT.join(messages)) == ("\n".join(thoughts), said or "", calls)
     text = "".join(deltas(tokenizer, form, ids))
     place = data.draw(st.integers(0, len(text)))
-    parser = form.parser()
-    assert parts_of(parser, [text[:place], text[place:]]) == parts_of(form.parser(), [*text])
+    parser = parser_of(form)
+    assert parts_of(parser, [text[:place], text[place:]]) == parts_of(parser_of(form), [*text])
     assert parser.reasoning_tokens(ids) == sum(len(tokenizer.encode(thought, False)) for thought in thoughts)
 
 

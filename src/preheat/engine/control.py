@@ -13,11 +13,13 @@ from copy import copy
 from threading import Thread
 from typing import TYPE_CHECKING, NamedTuple, Protocol
 
-from preheat.core import Command, EngineState, Outcome, Request
+from preheat.core import Command, EngineState, FromEngine, Outcome, Request
 from preheat.errors import EngineDead, InvalidRequest, PreheatError, WireError
 
 if TYPE_CHECKING:
-    from preheat.engine.loop import Loop
+    from preheat.engine.admission import Admission
+    from preheat.engine.audit import Audit
+    from preheat.schedule.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +58,38 @@ class Operator(Protocol):
         """Take memory again, for ``tags`` or for all; return whether nothing sleeps any more."""
 
 
+class Outbox(Protocol):
+    """The engine's way to its frontend."""
+
+    def put(self, message: FromEngine) -> None: ...
+
+
+class Steps(Protocol):
+    """The loop, as commands stop it and read it."""
+
+    @property
+    def admission(self) -> Admission: ...
+
+    @property
+    def scheduler(self) -> Scheduler: ...
+
+    @property
+    def transport(self) -> Outbox: ...
+
+    @property
+    def audit(self) -> Audit | None: ...
+
+    @property
+    def idle(self) -> bool:
+        """Whether no request waits or runs."""
+
+    def drain_steps(self) -> None:
+        """Process the results of all steps in flight."""
+
+    def abort_all(self) -> None:
+        """End every request."""
+
+
 class Beside(NamedTuple):
     """A command, and the work in a thread that it waits for."""
 
@@ -85,7 +119,7 @@ class Control:
     The loop must not step while ``paused``.
     """
 
-    def __init__(self, loop: Loop, operator: Operator | None) -> None:
+    def __init__(self, loop: Steps, operator: Operator | None) -> None:
         self._loop, self._operator = loop, operator
         self.paused = False
         self._state = EngineState() if operator is None else operator.state

@@ -11,9 +11,7 @@ import msgspec
 
 from preheat.core import StructuredOutputsParams
 from preheat.errors import InvalidRequest
-from preheat.frontend.answer_parser import AnswerParser
 from preheat.frontend.marks import Mark, marks_of
-from preheat.frontend.messages_answer import MessagesAnswer
 from preheat.frontend.reasoning import ReasoningCount, ReasoningFormat, TextReasoningCount
 from preheat.frontend.text_marks import Frame, TextMarks, TokenMarks
 from preheat.frontend.tokenizer import Tokenizer
@@ -129,11 +127,6 @@ class AnswerFormat:
     def calls_in_reasoning(self) -> bool:
         """Whether a call within the reasoning ends it; False where other text must follow."""
         return self.auto is not None and not self.exact
-
-    def parser(self) -> AnswerParser | MessagesAnswer:
-        """Return a parser for one answer."""
-        in_messages = self.reasoning is not None and self.reasoning.marks.channel
-        return MessagesAnswer(self) if in_messages else AnswerParser(self)
 
     def tool_parser(self) -> ToolParser | None:
         """Return a parser for the calls in one answer."""

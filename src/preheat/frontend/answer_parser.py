@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
+from preheat.frontend.answer_format import AnswerFormat
+from preheat.frontend.messages_answer import MessagesAnswer
 from preheat.frontend.stream_parser import CallArguments, CallStart, Content, Part, Reasoning
 from preheat.utils.reasoning import SPACE, Phase, Sign, phase_after
 
-if TYPE_CHECKING:
-    from preheat.frontend.answer_format import AnswerFormat
+
+def parser_of(form: AnswerFormat) -> AnswerParser | MessagesAnswer:
+    """Return a parser for one answer in ``form``."""
+    in_messages = form.reasoning is not None and form.reasoning.marks.channel
+    return MessagesAnswer(form) if in_messages else AnswerParser(form)
 
 
 class AnswerParser:

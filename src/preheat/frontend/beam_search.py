@@ -6,15 +6,10 @@ A beam's keys and values are found in the prefix cache. A cache hit has the bits
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from preheat.core import SamplingParams, TokenLogprobs
 from preheat.frontend.beams import Beam, Beams, BeamSearchParams
 from preheat.frontend.outputs import BeamSearchOutput, BeamSearchSequence
-from preheat.frontend.request_state import Choice, RequestState
-
-if TYPE_CHECKING:
-    from preheat.frontend.frontend import Frontend
+from preheat.frontend.request_state import Choice, Launcher, RequestState
 
 
 class BeamSearch:
@@ -26,7 +21,7 @@ class BeamSearch:
         self.round: list[RequestState] = []
         self._over = False
 
-    def begin(self, frontend: Frontend) -> None:
+    def begin(self, frontend: Launcher) -> None:
         """Start the first round; the others follow as answers come."""
         self._frontend = frontend
         self._ask()

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from preheat.frontend.answer_format import AnswerFormat
 from preheat.frontend.stream_parser import CallStart, Content, Part
 from preheat.frontend.tools.harmony import HarmonyParser
-
-if TYPE_CHECKING:
-    from preheat.frontend.answer_format import AnswerFormat
 
 
 class MessagesAnswer:

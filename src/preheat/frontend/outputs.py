@@ -10,7 +10,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from preheat.frontend.adapters import LoRARequest
-    from preheat.frontend.receipts import Receipt
+    from preheat.frontend.receipt import Receipt
 
 
 @dataclass(slots=True)

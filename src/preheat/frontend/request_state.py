@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple, TypeVar, cast
+from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 
@@ -14,7 +14,14 @@ from preheat.errors import PreheatError
 from preheat.frontend.detokenize import SILENT, Detokenizer
 from preheat.frontend.flat_logprobs import FlatLogprobs
 from preheat.frontend.marks import Mark, mark_chars
-from preheat.frontend.outputs import CompletionOutput, Logprob, PositionLogprobs, RequestOutput, RequestStateStats
+from preheat.frontend.outputs import (
+    BeamSearchOutput,
+    CompletionOutput,
+    Logprob,
+    PositionLogprobs,
+    RequestOutput,
+    RequestStateStats,
+)
 from preheat.frontend.repetition import checker_of
 from preheat.frontend.stop import StopChecker, StopStrings
 from preheat.frontend.tokenizer import Tokenizer
@@ -23,8 +30,7 @@ from preheat.utils.reasoning import Phase
 
 if TYPE_CHECKING:
     from preheat.frontend.adapters import LoRARequest
-    from preheat.frontend.beam_search import BeamSearch
-    from preheat.frontend.receipts import Proof, Receipt
+    from preheat.frontend.receipt import Proof, Receipt
     from preheat.frontend.relay import Relay
 
 
@@ -149,6 +155,24 @@ class Choice:
         return self._stop is not None and self._stop.found is not None
 
 
+class Launcher(Protocol):
+    """A frontend, as a search asks it."""
+
+    def launch(self, state: RequestState) -> None: ...
+
+    def abort(self, state: RequestState) -> None: ...
+
+
+class Search(Protocol):
+    """A source of the choices of a request that are not sampled."""
+
+    def begin(self, frontend: Launcher) -> None: ...
+
+    def abort(self) -> None: ...
+
+    def output(self) -> BeamSearchOutput: ...
+
+
 @dataclass(slots=True, eq=False)
 class RequestState:
     """A client's request, from :meth:`Frontend.prepare` on. ``error`` is set if it failed.
@@ -187,7 +211,7 @@ class RequestState:
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     error: PreheatError | None = None
     pooled: bytes = b""  # of an engine that pools: fp32 [hidden]
-    search: BeamSearch | None = None  # the source of the choices, if they are not sampled
+    search: Search | None = None  # the source of the choices, if they are not sampled
     relay: Relay | None = None  # the request of another frontend, which gets the results as they are
     first_token_at: float = 0.0  # 0: no token yet
     arrived_at: float = field(default_factory=time.monotonic)

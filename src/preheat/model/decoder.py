@@ -9,10 +9,11 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base import Attend, FusedInput, LayerFunctions, Norm, Region
-from preheat.model.layers import DecoderLayer, Weights, fused, joined, normed
+from preheat.model.layers import DecoderLayer, fused, joined, normed
 from preheat.model.rope import query_factors, rope_table
 from preheat.model.specs import ModelSpec
 from preheat.model.turns import StepTurns
+from preheat.model.weights import Weights
 from preheat.ops.distances import distance_table
 
 Inputs = tuple[FusedInput | None, FusedInput | None, Tensor | None]

@@ -24,11 +24,11 @@ from preheat.model.config import Config
 from preheat.model.families.common import Names, llama_like, norm
 from preheat.model.files import find_model, read_config
 from preheat.model.formats import expected_tensors
-from preheat.model.formats_quantized import Shape
-from preheat.model.layers import Weights
 from preheat.model.loader import LoadedModel, WeightLoader
+from preheat.model.reading import Shape
 from preheat.model.sources import DummyTensors, SafetensorsFiles, check_shapes
 from preheat.model.specs import LinearSpec, ModelSpec, NormSpec, Rename
+from preheat.model.weights import Weights
 from preheat.settings import Settings
 
 ARCHITECTURE = "LlamaForCausalLMEagle3"

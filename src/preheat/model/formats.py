@@ -7,42 +7,25 @@ backend.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
 from itertools import groupby
 from typing import TYPE_CHECKING, Protocol
 
 from preheat.backends.base import ExpertsWeights, LayerWeights
 from preheat.model.formats_fp4 import MxFp4, NvFp4
 from preheat.model.formats_gguf import GgufCodes
-from preheat.model.formats_quantized import Awq, Fp8, Gptq, Online, PackQuantized, Shape, expert_modules, reorder
+from preheat.model.formats_quantized import Awq, Fp8, Gptq, Online, PackQuantized, expert_modules, reorder
 from preheat.model.formats_stacked import Stacked, StackedMxFp4
 from preheat.model.latent_specs import UpSpec
+from preheat.model.reading import Piece, Shape, WeightReader
 from preheat.model.specs import STACKED, STACKED_MXFP4, ExpertsSpec, HeadSpec, LinearSpec, NormSpec, PatchSpec, leaves
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from preheat.backends.base import Linear
-    from preheat.model.loader import WeightLoader
 
 
 Range = tuple[int, int]
-
-
-@dataclass(frozen=True)
-class Piece:
-    """A piece of a tensor of ``shape``.
-
-    It has ``rows`` [from, to), and ``columns`` [from, to), None for all.
-    """
-
-    shape: Shape
-    rows: tuple[int, int]
-    columns: tuple[int, int] | None = None
-
-    @property
-    def index(self) -> tuple[slice, ...]:
-        return (slice(*self.rows),) if self.columns is None else (slice(*self.rows), slice(*self.columns))
 
 
 class LinearFormat(Protocol):
@@ -51,14 +34,14 @@ class LinearFormat(Protocol):
     def tensors(self, spec: LinearSpec | ExpertsSpec) -> Mapping[str, Shape]:
         """Return name and shape of every tensor that ``spec`` is loaded from."""
 
-    def load(self, spec: LinearSpec, loader: WeightLoader) -> Linear:
+    def load(self, spec: LinearSpec, loader: WeightReader) -> Linear:
         """Return the layer of ``spec``.
 
         Allocate it with ``loader.empty``, read each tensor once, straight to its destination, with
         ``loader.source.fill``, and let ``loader.layer_of`` make the layer.
         """
 
-    def experts(self, spec: ExpertsSpec, loader: WeightLoader) -> ExpertsWeights:
+    def experts(self, spec: ExpertsSpec, loader: WeightReader) -> ExpertsWeights:
         """Return the weights of ``spec``, stacked over experts.
 
         Gates above ups are [experts, 2 * inner, hidden], downs [experts, hidden, inner].
@@ -76,10 +59,10 @@ class Plain:
             found |= {f"{name}.bias": (outputs,) for name, outputs in spec.parts}
         return found
 
-    def load(self, spec: LinearSpec, loader: WeightLoader) -> Linear:
+    def load(self, spec: LinearSpec, loader: WeightReader) -> Linear:
         return loader.layer_of(spec, LayerWeights(*self.read(spec, loader)))
 
-    def read(self, spec: LinearSpec, loader: WeightLoader) -> tuple[Tensor, Tensor | None]:
+    def read(self, spec: LinearSpec, loader: WeightReader) -> tuple[Tensor, Tensor | None]:
         """Return weight and bias: one matrix, each part read into its rows."""
         weight = loader.empty(spec.outputs, spec.inputs)
         bias = loader.empty(spec.outputs) if spec.bias else None
@@ -90,7 +73,7 @@ class Plain:
         return weight, bias
 
     @staticmethod
-    def _read_all(spec: LinearSpec, loader: WeightLoader, weight: Tensor, bias: Tensor | None) -> None:
+    def _read_all(spec: LinearSpec, loader: WeightReader, weight: Tensor, bias: Tensor | None) -> None:
         start = 0
         for name, outputs in spec.parts:
             loader.source.fill(f"{name}.weight", weight[start : start + outputs])
@@ -101,7 +84,7 @@ class Plain:
             if rows is not None and spec.order:
                 reorder(rows, spec.order)
 
-    def experts(self, spec: ExpertsSpec, loader: WeightLoader) -> ExpertsWeights:
+    def experts(self, spec: ExpertsSpec, loader: WeightReader) -> ExpertsWeights:
         """Return the stacked weights, each matrix read straight to its destination."""
         count, hidden, inner = spec.num_experts, spec.hidden, spec.inner
         gate_up, down = loader.empty(count, 2 * inner, hidden), loader.empty(count, hidden, inner)
@@ -116,7 +99,7 @@ class Plain:
         return ExpertsWeights(gate_up, down)
 
 
-def _read_pieces(spec: LinearSpec, loader: WeightLoader, weight: Tensor, bias: Tensor | None) -> None:
+def _read_pieces(spec: LinearSpec, loader: WeightReader, weight: Tensor, bias: Tensor | None) -> None:
     """Read a shard's rows and columns straight to their destination, and put rows that lie together into order."""
     at, inputs, outputs = 0, spec.stored_inputs or spec.inputs, dict(spec.parts)
     for name, rows, order in _together(spec):

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
 from preheat.errors import ModelError
-from preheat.model.formats_quantized import QuantizedFormat, Shape
+from preheat.model.formats_quantized import QuantizedFormat
+from preheat.model.reading import Shape, WeightReader
 from preheat.ops.kinds import Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from preheat.model.loader import WeightLoader
     from preheat.ops.quantization import QuantizedWeight
 
 NOT_A_NUMBER = 255
@@ -25,14 +25,14 @@ class MxFp4(QuantizedFormat):
     def module_tensors(self, scheme: Scheme, outputs: int, inputs: int) -> Mapping[str, Shape]:
         return {"weight_packed": (outputs, inputs // 2), "weight_scale": (outputs, scheme.groups(inputs))}
 
-    def read(self, name: str, out: QuantizedWeight, loader: WeightLoader) -> None:
+    def read(self, name: str, out: QuantizedWeight, loader: WeightReader) -> None:
         from preheat.ops import fp4
 
         outputs, inputs = out.shape
         out.codes.copy_(fp4.unpacked(loader.read_bytes(f"{name}.weight_packed", outputs, inputs // 2)))
         out.scales.copy_(self.scales(name, out.scheme, (outputs, inputs), loader))
 
-    def scales(self, name: str, scheme: Scheme, shape: tuple[int, int], loader: WeightLoader) -> Tensor:
+    def scales(self, name: str, scheme: Scheme, shape: tuple[int, int], loader: WeightReader) -> Tensor:
         """Return the scales of the module ``name`` of this ``shape``, for codes."""
         return exponents(f"{name}.weight_scale", (shape[0], scheme.groups(shape[1])), loader)
 
@@ -43,7 +43,7 @@ class NvFp4(MxFp4):
     def module_tensors(self, scheme: Scheme, outputs: int, inputs: int) -> Mapping[str, Shape]:
         return {**super().module_tensors(scheme, outputs, inputs), "weight_global_scale": (1,)}
 
-    def scales(self, name: str, scheme: Scheme, shape: tuple[int, int], loader: WeightLoader) -> Tensor:
+    def scales(self, name: str, scheme: Scheme, shape: tuple[int, int], loader: WeightReader) -> Tensor:
         from preheat.ops import fp4
 
         whole = loader.read(f"{name}.weight_global_scale", 1)
@@ -54,7 +54,7 @@ class NvFp4(MxFp4):
         return fp4.quotients(loader.read(f"{name}.weight_scale", shape[0], scheme.groups(shape[1])), whole)
 
 
-def exponents(name: str, shape: Shape, loader: WeightLoader) -> Tensor:
+def exponents(name: str, shape: Shape, loader: WeightReader) -> Tensor:
     """Return the scales of the tensor ``name`` of exponents, for codes."""
     from preheat.ops import fp4
 

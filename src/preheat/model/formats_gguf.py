@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from preheat.model.formats_quantized import QuantizedFormat, Shape
+from preheat.model.formats_quantized import QuantizedFormat
+from preheat.model.reading import Shape, WeightReader
 from preheat.ops.kinds import Scheme
 
 if TYPE_CHECKING:
-    from preheat.model.loader import WeightLoader
     from preheat.ops.quantization import QuantizedWeight
 
 
@@ -22,6 +22,6 @@ class GgufCodes(QuantizedFormat):
     def module_tensors(self, scheme: Scheme, outputs: int, inputs: int) -> Mapping[str, Shape]:
         return {"codes": (outputs, inputs), "scales": (outputs, scheme.groups(inputs))}
 
-    def read(self, name: str, out: QuantizedWeight, loader: WeightLoader) -> None:
+    def read(self, name: str, out: QuantizedWeight, loader: WeightReader) -> None:
         loader.source.fill(f"{name}.codes", out.codes)
         loader.source.fill(f"{name}.scales", out.scales)

@@ -10,7 +10,6 @@ a row's bits depend on no other row.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,12 +17,10 @@ from torch import Tensor
 from preheat.backends.base import LayerWeights, Linear
 from preheat.model.formats import Plain
 from preheat.model.inc import IncConfig, module_name
+from preheat.model.reading import WeightReader
 from preheat.model.specs import LinearSpec
 from preheat.ops.float8 import round_to, simulate
 from preheat.ops.quantization import E4M3
-
-if TYPE_CHECKING:
-    from preheat.model.loader import WeightLoader
 
 ROWS = 1024
 """Rows rounded at a time.
@@ -41,7 +38,7 @@ class Inc(Plain):
     def __init__(self, config: IncConfig, scales: Mapping[str, float]) -> None:
         self._config, self._scales = config, scales
 
-    def load(self, spec: LinearSpec, loader: WeightLoader) -> Linear:
+    def load(self, spec: LinearSpec, loader: WeightReader) -> Linear:
         weight, bias = self.read(spec, loader)
         most = self._config.traits.full_scale
         scale = torch.tensor([self._weight_scale(weight)], device=weight.device)

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 
 from preheat.backends.base import ExpertsWeights, LayerWeights
 from preheat.errors import ModelError
+from preheat.model.reading import Shape, WeightReader
 from preheat.model.specs import ExpertsSpec, LinearSpec
 from preheat.ops.kinds import Scheme
 
@@ -22,10 +23,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from preheat.backends.base import Linear
-    from preheat.model.loader import WeightLoader
     from preheat.ops.quantization import QuantizedWeight
-
-Shape = tuple[int, ...]
 
 
 def expert_modules(spec: ExpertsSpec) -> Iterator[tuple[str, Shape]]:
@@ -65,7 +63,7 @@ class QuantizedFormat(ABC):
         """
 
     @abstractmethod
-    def read(self, name: str, out: QuantizedWeight, loader: WeightLoader) -> None:
+    def read(self, name: str, out: QuantizedWeight, loader: WeightReader) -> None:
         """Fill ``out`` [outputs, inputs] with the module ``name``."""
 
     def tensors(self, spec: LinearSpec | ExpertsSpec) -> Mapping[str, Shape]:
@@ -83,7 +81,7 @@ class QuantizedFormat(ABC):
             found |= {f"{name}.bias": (outputs,) for name, outputs in spec.parts}
         return found
 
-    def load(self, spec: LinearSpec, loader: WeightLoader) -> Linear:
+    def load(self, spec: LinearSpec, loader: WeightReader) -> Linear:
         """Return the layer of ``spec``.
 
         Its parts are read into the rows of one weight. A shard reads all parts and drops the rows and columns of other
@@ -104,7 +102,7 @@ class QuantizedFormat(ABC):
                 reorder(rows, spec.order)
         return loader.layer_of(spec, LayerWeights(weight, bias))
 
-    def experts(self, spec: ExpertsSpec, loader: WeightLoader) -> ExpertsWeights:
+    def experts(self, spec: ExpertsSpec, loader: WeightReader) -> ExpertsWeights:
         """Return the stacked weights, each matrix read straight to its destination."""
         scheme, count, inner = _scheme(spec), spec.num_experts, spec.whole_inner
         matrices = replace(spec, inner=inner).matrices
@@ -135,7 +133,7 @@ class Online(QuantizedFormat):
     def module_tensors(self, scheme: Scheme, outputs: int, inputs: int) -> Mapping[str, Shape]:
         return {"weight": (outputs, inputs)}
 
-    def read(self, name: str, out: QuantizedWeight, loader: WeightLoader) -> None:
+    def read(self, name: str, out: QuantizedWeight, loader: WeightReader) -> None:
         from preheat.ops.quantization import quantize_weight
 
         quantize_weight(loader.read(f"{name}.weight", *out.shape), out)
@@ -157,7 +155,7 @@ class Fp8(QuantizedFormat):
         found: dict[str, Shape] = {"weight": (outputs, inputs), self._scale: scales}
         return found | {"input_scale": ()} if scheme.activations == "static" else found
 
-    def read(self, name: str, out: QuantizedWeight, loader: WeightLoader) -> None:
+    def read(self, name: str, out: QuantizedWeight, loader: WeightReader) -> None:
         outputs, inputs = out.shape
         loader.source.fill(f"{name}.weight", out.codes)
         scales = loader.read(f"{name}.{self._scale}", *self.module_tensors(out.scheme, outputs, inputs)[self._scale])
@@ -184,7 +182,7 @@ class PackQuantized(QuantizedFormat):
         }  # fmt: skip
         return found | {"weight_zero_point": (-(-outputs // per_word), groups)} if scheme.zeros else found
 
-    def read(self, name: str, out: QuantizedWeight, loader: WeightLoader) -> None:
+    def read(self, name: str, out: QuantizedWeight, loader: WeightReader) -> None:
         bits, (outputs, inputs) = _bits(out.scheme), out.shape
         shapes = self.module_tensors(out.scheme, outputs, inputs)
         words = loader.read_words(f"{name}.weight_packed", *shapes["weight_packed"])
@@ -205,7 +203,7 @@ class Awq(QuantizedFormat):
         groups = scheme.groups(inputs)
         return {"qweight": (inputs, outputs // 8), "qzeros": (groups, outputs // 8), "scales": (groups, outputs)}
 
-    def read(self, name: str, out: QuantizedWeight, loader: WeightLoader) -> None:
+    def read(self, name: str, out: QuantizedWeight, loader: WeightReader) -> None:
         shapes = self.module_tensors(out.scheme, *out.shape)
         out.codes.copy_(self._columns(loader.read_words(f"{name}.qweight", *shapes["qweight"])).t())
         assert out.zeros is not None
@@ -241,7 +239,7 @@ class Gptq(QuantizedFormat):
             "scales": (groups, outputs), "g_idx": (inputs,),
         }  # fmt: skip
 
-    def read(self, name: str, out: QuantizedWeight, loader: WeightLoader) -> None:
+    def read(self, name: str, out: QuantizedWeight, loader: WeightReader) -> None:
         bits, shapes = _bits(out.scheme), self.module_tensors(out.scheme, *out.shape)
         words = loader.read_words(f"{name}.qweight", *shapes["qweight"])
         out.codes.copy_(_unpacked(words.t(), bits) - (1 << bits - 1))
@@ -266,7 +264,7 @@ class Gptq(QuantizedFormat):
         return stored + (self._added - half)
 
     @staticmethod
-    def _read_index(name: str, out: QuantizedWeight, loader: WeightLoader) -> None:
+    def _read_index(name: str, out: QuantizedWeight, loader: WeightReader) -> None:
         """Read and check the module's ``g_idx``.
 
         Stacked parts must share it: they were quantized with the same inputs.

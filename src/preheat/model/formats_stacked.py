@@ -10,14 +10,13 @@ from typing import TYPE_CHECKING
 
 from preheat.backends.base import ExpertsWeights
 from preheat.model.formats_fp4 import exponents
-from preheat.model.formats_quantized import Shape
+from preheat.model.reading import Shape, WeightReader
 from preheat.model.specs import ExpertsSpec, LinearSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from preheat.backends.base import Linear
-    from preheat.model.loader import WeightLoader
     from preheat.ops.quantization import QuantizedWeight
 
 BLOCK = 32
@@ -40,11 +39,11 @@ class Stacked:
         """Return the shapes of the tensors of an expert's module, without its bias."""
         return {name: (inputs, outputs)}
 
-    def load(self, spec: LinearSpec, loader: WeightLoader) -> Linear:
+    def load(self, spec: LinearSpec, loader: WeightReader) -> Linear:
         """Never called: quantization and families give the format to experts alone."""
         raise AssertionError("only experts are stacked")
 
-    def experts(self, spec: ExpertsSpec, loader: WeightLoader) -> ExpertsWeights:
+    def experts(self, spec: ExpertsSpec, loader: WeightReader) -> ExpertsWeights:
         """Return the weights and the biases of ``spec``, each expert read to its destination."""
         found: list[Tensor] = []
         biases: list[Tensor] = []
@@ -66,7 +65,7 @@ class StackedMxFp4(Stacked):
         blocks = inputs // BLOCK
         return {f"{name}_blocks": (outputs, blocks, BLOCK // 2), f"{name}_scales": (outputs, blocks)}
 
-    def experts(self, spec: ExpertsSpec, loader: WeightLoader) -> ExpertsWeights:
+    def experts(self, spec: ExpertsSpec, loader: WeightReader) -> ExpertsWeights:
         """Return the codes and the biases of ``spec``, each expert read to its destination."""
         from preheat.ops import fp4
 

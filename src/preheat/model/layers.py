@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
@@ -12,14 +12,9 @@ from torch import Tensor
 
 from preheat.backends.base import Collective, ExpertsLayer, FusedInput, Join, Linear, Norm
 from preheat.model.latent import Latent
-from preheat.model.layer_inputs import LayerEnd, LayerInputs
-from preheat.model.pooled_head import HeadLayer, HeadNorm
+from preheat.model.layer_inputs import LayerEnd
 from preheat.ops.delta import DeltaWeights
 from preheat.ops.quantization import plain_rows
-
-if TYPE_CHECKING:
-    from preheat.model.grid_vision import GridVisionWeights
-    from preheat.model.vision import VisionWeights
 
 Linears = Iterator[tuple[str, Linear | ExpertsLayer]]
 """Linear layers and experts, each with its path in the spec."""
@@ -262,40 +257,6 @@ class HeadElsewhere:
 
     def __call__(self, x: Tensor, out: Tensor | None = None) -> Tensor:
         raise AssertionError("another stage has the head")
-
-
-@dataclass(frozen=True, slots=True)
-class Weights:
-    """The weights of a whole model.
-
-    ``embedding`` is a table (:mod:`preheat.ops.embedding`). ``positions`` [positions, hidden] exist where they are
-    learned; ``vision`` is for models that see images. ``types`` [types, hidden] belong to the parts of a pair of texts,
-    ``pooled_head`` to a classifier. ``distances`` [buckets, heads] are biases of attention. ``inputs`` make the inputs
-    of each layer.
-    """
-
-    embedding: Tensor
-    layers: list[DecoderLayer]
-    final_norm: Norm
-    head: Linear
-    positions: Tensor | None = None
-    vision: VisionWeights | GridVisionWeights | None = None
-    types: Tensor | None = None
-    pooled_head: Sequence[HeadLayer | HeadNorm] = ()
-    distances: Tensor | None = None
-    inputs: LayerInputs | None = None
-
-    def linears(self) -> Linears:
-        """All linear layers and experts of the decoder, by path.
-
-        A head comes last, if any.
-        """
-        for index, layer in enumerate(self.layers):
-            yield from below(f"layers.{index}", layer.linears())
-        if self.inputs is not None:
-            yield from below("inputs", self.inputs.linears())
-        if not isinstance(self.head, HiddenStates | HeadElsewhere):
-            yield "head", self.head.mine if isinstance(self.head, GatheredHead) else self.head
 
 
 def fused(*readers: object) -> FusedInput | None:

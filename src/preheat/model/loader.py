@@ -59,14 +59,14 @@ from preheat.model.layers import (
     OwnValues,
     RecurrenceWeights,
     SharedExpert,
-    Weights,
 )
 from preheat.model.pooled_head import HeadLayer, HeadNorm
 from preheat.model.quantization import bytes_by_scheme
 from preheat.model.quantize import quantize
+from preheat.model.reading import TensorSource
 from preheat.model.recurrence_specs import DeltaSpec
 from preheat.model.shard import head_tile, shard
-from preheat.model.sources import DummyTensors, Read, SafetensorsFiles, TensorSource, check_tensors
+from preheat.model.sources import DummyTensors, Read, SafetensorsFiles, check_tensors
 from preheat.model.specs import (
     TIED_HEAD,
     AttentionSpec,
@@ -91,6 +91,7 @@ from preheat.model.stated import stated_spec
 from preheat.model.ties import with_stored_head
 from preheat.model.values import check_supported, embedding_of, experts_of, latents_of, matmul_of, patches_of
 from preheat.model.vision import VisionLayer, VisionWeights
+from preheat.model.weights import Weights
 from preheat.ops.delta import DeltaWeights
 from preheat.ops.kinds import Scheme
 from preheat.ops.norm import ReplacingNorm

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from hashlib import sha256
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from safetensors import safe_open
@@ -17,10 +17,10 @@ from torch import Tensor
 
 from preheat.errors import ModelError
 from preheat.model.files import GGUF_WEIGHTS, indexed_names, weight_files
-from preheat.model.formats import FORMATS, LinearFormat, Piece, expected_tensors
-from preheat.model.formats_quantized import Shape
+from preheat.model.formats import FORMATS, LinearFormat, expected_tensors
 from preheat.model.gguf.tensors import GgufTensors
 from preheat.model.kv_scales import STORED
+from preheat.model.reading import Piece, Shape
 from preheat.model.specs import TIED_HEAD, ModelSpec, Rename, TaskSpec
 from preheat.model.task_weights import TaskFile
 from preheat.utils.files import regular_file
@@ -31,17 +31,6 @@ AT_ONCE = 1 << 24
 
 SCALES = ("_scale", "_scales", "_scale_inv", ".scales", "_zero_point", ".qzeros", ".g_idx")
 """Endings of the names of scales, zero points and group indices."""
-
-
-class TensorSource(Protocol):
-    """Provides tensors by name."""
-
-    def fill(self, name: str, out: Tensor, piece: Piece | None = None) -> None:
-        """Write tensor ``name``, or a ``piece`` of it, into ``out``.
-
-        Numbers are converted to the dtype of ``out``. ``out`` has the shape of the tensor or of the piece. Only the
-        piece is read.
-        """
 
 
 def _sum(out: Tensor) -> Tensor | None:

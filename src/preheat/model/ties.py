@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from preheat.model.formats import Piece
+from preheat.model.reading import Piece
 from preheat.model.sources import StoredTensors
 from preheat.model.specs import TIED_HEAD, ModelSpec, Rename
 

@@ -19,13 +19,13 @@ from torch import Tensor
 
 from preheat.backends.base import Backend, HasWeights, Layer
 from preheat.errors import ModelError
-from preheat.model.formats import LinearFormat, Piece, Plain, expected_tensors
-from preheat.model.formats_quantized import Shape
+from preheat.model.formats import LinearFormat, Plain, expected_tensors
 from preheat.model.kv_scales import STORED
 from preheat.model.latent import Latent
 from preheat.model.latent_specs import LatentSpec
 from preheat.model.layer_input_specs import LayerEndSpec
 from preheat.model.loader import LoadedModel, WeightLoader
+from preheat.model.reading import Piece, Shape
 from preheat.model.sources import StoredTensors, is_harmless
 from preheat.model.specs import (
     AttentionSpec,

@@ -12,13 +12,17 @@ from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
+from typing import Any, ClassVar, Literal, Protocol, Self
 
 from preheat.core import Level, SamplingParams, Transfer
+from preheat.limits import Limits
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket, StepSize
 from preheat.plan.cost import Cost, Costs
+from preheat.plan.dispatcher import Dispatcher
 from preheat.plan.functions import Function
+from preheat.plan.options import PlanOptions
+from preheat.plan.policy import Policy
 from preheat.plan.programs import ENCODER_SIZES, Program
 from preheat.plan.sampler_settings import (
     BRANCH_SETTINGS,
@@ -27,9 +31,6 @@ from preheat.plan.sampler_settings import (
     POOLER_SETTINGS,
     SAMPLER_SETTINGS,
 )
-
-if TYPE_CHECKING:
-    from preheat.plan.plan import Plan
 
 logger = logging.getLogger(__name__)
 
@@ -49,6 +50,37 @@ class NothingToRun(Exception):
 
     The message is the reason.
     """
+
+
+class Plan(Protocol):
+    """The parts of :class:`preheat.plan.plan.Plan` that items follow from."""
+
+    @property
+    def limits(self) -> Limits: ...
+
+    @property
+    def options(self) -> PlanOptions: ...
+
+    @property
+    def policy(self) -> Policy: ...
+
+    @property
+    def dispatcher(self) -> Dispatcher: ...
+
+    @property
+    def checks(self) -> tuple[str, ...]: ...
+
+    @property
+    def draft(self) -> Plan | None: ...
+
+    @property
+    def items(self) -> tuple[Item, ...]: ...
+
+    @property
+    def sampler_sizes(self) -> tuple[int, ...]: ...
+
+    @property
+    def verifies(self) -> bool: ...
 
 
 class ItemRunner(Protocol):

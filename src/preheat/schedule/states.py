@@ -11,7 +11,7 @@ State slot 0 is for padding. The slots of sequences follow, then the others.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, Protocol
 
 import numpy as np
 
@@ -22,7 +22,16 @@ from preheat.settings import Settings
 
 if TYPE_CHECKING:
     from preheat.schedule.prefix import Hit, PrefixCache
-    from preheat.schedule.running import RunningSequences
+    from preheat.schedule.slots import Slots
+
+
+class Running(Protocol):
+    """The running sequences, by slot."""
+
+    @property
+    def slots(self) -> Slots: ...
+
+    def sequence(self, slot: int) -> Sequence: ...
 
 
 class Ends(NamedTuple):
@@ -88,7 +97,7 @@ class StateSlots:
         if before > self._base:
             self.pool.release([before - self._base])
 
-    def book(self, schedule: Schedule, running: RunningSequences) -> StepStates | None:
+    def book(self, schedule: Schedule, running: Running) -> StepStates | None:
         """Return the state slots that ``schedule`` uses, and move the states there.
 
         Returns None if each row reads and writes its own. A slot that the step reads is free only afterwards. The state
@@ -117,7 +126,7 @@ class StateSlots:
         self._written[block] += 1
         return self._base + block
 
-    def _kept_ends(self, schedule: Schedule, running: RunningSequences) -> Iterator[tuple[int, int]]:
+    def _kept_ends(self, schedule: Schedule, running: Running) -> Iterator[tuple[int, int]]:
         """Yield rows, each with the number of its tokens up to an end to keep; the last ends of a row come first.
 
         Ends with a filed state are left out, where their hash is known.
@@ -149,7 +158,7 @@ class StateSlots:
         return StepStates(*np.array(parts, np.int64).T.copy())
 
     def settle(
-        self, schedule: Schedule, running: RunningSequences, prefix: PrefixCache, live: np.ndarray, ends: np.ndarray
+        self, schedule: Schedule, running: Running, prefix: PrefixCache, live: np.ndarray, ends: np.ndarray
     ) -> None:
         """File the states that the step kept, and choose the states behind accepted drafts.
 
@@ -165,7 +174,7 @@ class StateSlots:
                 self._move(slot, self._base + block)
         self.drop(schedule)
 
-    def _file(self, slot: int, end: int, block: int, running: RunningSequences, prefix: PrefixCache) -> None:
+    def _file(self, slot: int, end: int, block: int, running: Running, prefix: PrefixCache) -> None:
         """File the state in ``block`` under the hash of the block that ends at ``end``."""
         key = prefix.key_at(running.sequence(slot), running.slots.tokens[slot], end)
         self.pool.publish(block, key)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
 
-from preheat.frontend.receipts import Receipt
+from preheat.frontend.receipt import Receipt
 from preheat.utils.contract import Contract
 from preheat.warmup.record import Record
 

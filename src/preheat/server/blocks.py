@@ -13,7 +13,7 @@ from starlette.requests import Request
 
 from preheat.errors import PreheatError
 from preheat.frontend.answer_format import AnswerFormat
-from preheat.frontend.answer_parser import Block, ParsedAnswer
+from preheat.frontend.answer_parser import Block, ParsedAnswer, parser_of
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.frontend.stream_parser import CallStart, Content, Part
 from preheat.server.answers import encode
@@ -50,7 +50,7 @@ class BlocksWriter(Writer):
         super().__init__(request, [state], stream)
         self.state, self.form = state, form
         self.answer = ParsedAnswer()
-        self.parser = form.parser()
+        self.parser = parser_of(form)
         self.tokens_read = 0  # tokens that were read
 
     @abstractmethod

@@ -16,7 +16,7 @@ from starlette.types import ASGIApp
 from preheat.core import SamplingParams
 from preheat.errors import InvalidRequest
 from preheat.frontend.answer_format import AnswerFormat, ToolChoice
-from preheat.frontend.answer_parser import AnswerParser, ParsedAnswer
+from preheat.frontend.answer_parser import AnswerParser, ParsedAnswer, parser_of
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.messages_answer import MessagesAnswer
 from preheat.frontend.request_state import Choice, OutputDelta, RequestState
@@ -231,7 +231,7 @@ class _ChatWriter(CompletionsWriter):
 
     def _parser_of(self, choice: Choice) -> AnswerParser | MessagesAnswer:
         if choice.id not in self._parsers:
-            self._parsers[choice.id] = self._answer_format.parser()
+            self._parsers[choice.id] = parser_of(self._answer_format)
         return self._parsers[choice.id]
 
     def reasoning_tokens(self, choice: Choice) -> int:

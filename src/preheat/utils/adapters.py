@@ -4,18 +4,28 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 import msgspec
 
 from preheat.errors import AdapterError, SettingsError
 from preheat.utils.files import folder_below, shown
 
-if TYPE_CHECKING:
-    from preheat.settings import Settings
-
 ADAPTER_CONFIG, ADAPTER_TENSORS = "adapter_config.json", "adapter_model.safetensors"
 """The files of an adapter."""
+
+
+class Named(Protocol):
+    """Settings with the names of a model and of its adapters."""
+
+    @property
+    def model(self) -> str: ...
+
+    @property
+    def served_model_name(self) -> tuple[str, ...] | None: ...
+
+    @property
+    def lora_modules(self) -> tuple[str, ...]: ...
 
 
 class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -44,7 +54,7 @@ def lora_modules(given: Sequence[str]) -> tuple[LoraModule, ...]:
     return modules
 
 
-def model_names(settings: Settings) -> tuple[str, ...]:
+def model_names(settings: Named) -> tuple[str, ...]:
     """Return the names of the model itself; no adapter has them."""
     return settings.served_model_name or (settings.model,)
 
@@ -66,7 +76,7 @@ def _module(text: str) -> LoraModule:
     return module
 
 
-def check_names(settings: Settings) -> None:
+def check_names(settings: Named) -> None:
     """Raise SettingsError for an adapter that has a name of the model itself."""
     for module in lora_modules(settings.lora_modules):
         if module.name in model_names(settings):

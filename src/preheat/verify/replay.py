@@ -15,8 +15,8 @@ import msgspec
 
 from preheat.core import Request, Resume
 from preheat.errors import InvalidRequest, PreheatError, SettingsError
+from preheat.frontend.receipt import Receipt, chain_of
 from preheat.frontend.receipt_log import log_files
-from preheat.frontend.receipts import Receipt, chain_of
 from preheat.utils.contract import Contract, Difference, first_difference
 from preheat.utils.files import TABLE_BYTES, read_given, shown, why_unread
 from preheat.verify.drive import Engine
