@@ -10,7 +10,7 @@ from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.matmul.config import ExpertsConfig, Tile
 from preheat.backends.cuda.matmul.weights import PlainWeight
 from preheat.backends.cuda.moe import experts_forward
-from preheat.backends.cuda.moe_route import Arrangement, arrange, most_blocks
+from preheat.backends.cuda.moe_route import Arrangement, Scales, arrange, most_blocks
 from preheat.model.update import reset_state
 from preheat.ops.moe import route, routed
 from preheat.ops.proof import noise
@@ -133,6 +133,32 @@ def test_ties_go_to_the_lowest_number_and_nan_stays_inside():
     assert made.experts.tolist() == [1, 2, 0, 1]
     nan = arranged(torch.full((1, 5), torch.nan), Routing(2, True, False), 1)
     assert (nan.experts < 5).all()
+
+
+HOW = [
+    Routing(3, True, False, "sigmoid", groups=4, top_groups=2, best=2, factor=1.8),
+    Routing(4, False, True, "softmax", groups=4, top_groups=3, best=1, factor=0.5),
+    Routing(2, True, True, "sigmoid"),
+    Routing(2, True, False),
+]
+
+
+@pytest.mark.parametrize("how", HOW)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_are_chosen_by_scores_groups_and_corrections(how, dtype):
+    """Some scores are equal, also those of groups; rows beside a token change nothing."""
+    logits = (noise(9, 12) * 4).round().to(dtype)
+    scales = Scales((noise(12, 1)[:, 0] * 4).round() / 8, noise(12, 1)[:, 0].abs())
+    chosen, weights = route(logits, how, *scales)
+    made = arrange(logits, how, 1, torch.zeros(12, dtype=torch.int32), scales)
+    assert torch.equal(made.experts.long(), chosen.view(-1))
+    torch.testing.assert_close(made.weights, weights, rtol=1e-2 if how.round_weights else 2e-6, atol=0)
+    alone = arrange(logits[4:5], how, 1, torch.zeros(12, dtype=torch.int32), scales)
+    assert torch.equal(alone.weights, made.weights[4:5])
+    lost = arrange(logits, how, 1, torch.zeros(12, dtype=torch.int32), scales._replace(correction=None))
+    assert not torch.equal(lost.experts, made.experts)
+    nan = arrange(torch.full((1, 12), torch.nan), how, 1, torch.zeros(12, dtype=torch.int32), scales)
+    assert (nan.experts < 12).all()
 
 
 def test_counters_are_reset_after_their_memory_was_lost():

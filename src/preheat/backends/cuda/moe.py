@@ -37,7 +37,7 @@ from preheat.backends.cuda.matmul.gemm import experts_product, experts_splits
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.layer import stored
 from preheat.backends.cuda.matmul.weights import DeviceWeight, PlainWeight, Weight
-from preheat.backends.cuda.moe_route import Arrangement, arrange, combine, spread
+from preheat.backends.cuda.moe_route import NO_SCALES, Arrangement, Scales, arrange, combine, spread
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_parts, silu_and_quantize
 from preheat.ops.kinds import Activation
@@ -67,14 +67,14 @@ class Biased(NamedTuple):
 
 def experts_forward(
     config: ExpertsConfig, x: Rows, logits: Tensor, gate_up: Weight, down: Weight, routing: Routing, counts: Tensor,
-    adding: Adding | None = None, biased: Biased | None = None,
+    adding: Adding | None = None, biased: Biased | None = None, scales: Scales = NO_SCALES,
 ) -> Tensor:  # fmt: skip
     """Return the outputs of the experts for ``x`` [tokens, hidden] by the kernels of ``config``.
 
     ``counts`` are as for :func:`arrange`. ``adding`` adds terms to the outputs of both layers, before the activation
     and before rows are weighted. ``biased`` experts have no terms; their activation is a launch of its own.
     """
-    arrangement = arrange(logits, routing, config.block, counts)
+    arrangement = arrange(logits, routing, config.block, counts, scales)
     if biased is not None:
         y = experts_layer(config.gate_up, x, gate_up, arrangement, gated=False, gathered=True, bias=biased.gate_up)
         inner = activate(y, biased.activation)
@@ -137,7 +137,7 @@ class ExpertsLayer:
         self._ranks, self._rows = cast(RankSums, context.ranks or RankSums()), cast(CudaAdapterRows, context.rows)
         self.shape = experts_shape_of(value)
         biases, gate_up, down = weights[2:], stored(weights[0], ONE_SUM), stored(weights[1], order)
-        self._biased = None
+        self._scales, self._biased = Scales(weights.correction, weights.factors), None
         if biases[0] is not None and biases[1] is not None:
             self._biased = Biased(biases[0], biases[1], value.gate_up.finish.activation or "silu_and_mul")
         self._gate_up, self._down, spare = [gate_up], [down], 0
@@ -158,6 +158,7 @@ class ExpertsLayer:
         for weight in (*self._gate_up, *self._down):
             yield from weight.tensors
         yield from () if self._biased is None else self._biased[:2]
+        yield from (each for each in self._scales if each is not None)
 
     def state(self) -> tuple[Tensor, ...]:
         """See :class:`preheat.backends.base.HasWeights`."""
@@ -208,7 +209,9 @@ class ExpertsLayer:
             config = _TILES  # the kernel for many rows adds no bias
         with self._counting():
             adding = self._added if apart else None
-            return experts_forward(config, x, logits, *weights, self.value.routing, self._counts, adding, self._biased)
+            return experts_forward(
+                config, x, logits, *weights, self.value.routing, self._counts, adding, self._biased, self._scales
+            )
 
     def _added(self, y: Tensor, x: Tensor, arrangement: Arrangement, first: bool) -> Tensor:
         blocks, slots = self._rows.blocks, cast(RoutedFactors, self.slots)
@@ -232,7 +235,7 @@ class ExpertsLayer:
         """Return this rank's share of the sum: fp32 [tokens, hidden]."""
         if self._down[0].form != "plain":
             with self._counting():
-                arrangement = arrange(logits, self.value.routing, config.block, self._counts)
+                arrangement = arrange(logits, self.value.routing, config.block, self._counts, self._scales)
                 inner = experts_layer(config.gate_up, x, self._gate_up[0], arrangement, gated=True)
                 splits = self._splits(config.down, inner, self._down[0], arrangement, ranks)
                 return tree_sum([combine(split, arrangement) for split in splits.unbind()])
@@ -267,7 +270,8 @@ class ExpertsLayer:
         tiles = _TILES if config.gate_up.kind == "wide" else config
         assert tiles.gate_up.kind == "tile" and tiles.down.kind == "tile"
         with self._counting():
-            arrangement, sums = arrange(logits, self.value.routing, tiles.block, self._counts), list[Tensor]()
+            arrangement = arrange(logits, self.value.routing, tiles.block, self._counts, self._scales)
+            sums = list[Tensor]()
             for rows, down in zip(inner_of(tiles.gate_up, arrangement), self._down, strict=True):
                 given = experts_product(tiles.down, rows, down, arrangement, gated=False, dtype=torch.float32)
                 last = len(sums) == len(self._down) - 1  # its end makes zeros of the counts; others need them

@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options
+from preheat.backends.cuda.moe_scores import route_by_scores
 from preheat.ops.values import Routing
 
 SLOTS = 128
@@ -120,7 +121,17 @@ def most_blocks(slots: int, num_experts: int, block: int) -> int:
     return min(slots, num_experts) + max(slots - num_experts, 0) // block
 
 
-def arrange(logits: Tensor, routing: Routing, block: int, counts: Tensor) -> Arrangement:
+class Scales(NamedTuple):
+    """Numbers of each expert, fp32 [experts]: a correction of its scores, and a factor of its weights."""
+
+    correction: Tensor | None = None
+    factors: Tensor | None = None
+
+
+NO_SCALES = Scales()
+
+
+def arrange(logits: Tensor, routing: Routing, block: int, counts: Tensor, scales: Scales = NO_SCALES) -> Arrangement:
     """Return the arrangement of the experts chosen by ``logits`` [tokens, experts].
 
     Blocks have ``block`` rows. ``counts`` int32 [experts] are zeros; :func:`combine` makes them zeros again.
@@ -135,12 +146,15 @@ def arrange(logits: Tensor, routing: Routing, block: int, counts: Tensor) -> Arr
     chosen = ints(slots)
     weights = torch.empty(tokens, routing.top_k, dtype=torch.float32, device=logits.device)
     ranks = ints(slots) if block > 1 else chosen
-    _route[(tokens,)](
-        logits, chosen, weights, ranks, counts, EXPERTS=num_experts, WIDTH=triton.next_power_of_2(num_experts),
-        K=routing.top_k, SLOTS_WIDTH=triton.next_power_of_2(routing.top_k), renormalize=routing.renormalize,
-        round_weights=routing.round_weights, count=block > 1, enable_fp_fusion=False,
-        **options(num_warps=1, num_stages=1),
-    )  # fmt: skip
+    if routing.is_plain and scales == NO_SCALES:
+        _route[(tokens,)](
+            logits, chosen, weights, ranks, counts, EXPERTS=num_experts, WIDTH=triton.next_power_of_2(num_experts),
+            K=routing.top_k, SLOTS_WIDTH=triton.next_power_of_2(routing.top_k), renormalize=routing.renormalize,
+            round_weights=routing.round_weights, count=block > 1, enable_fp_fusion=False,
+            **options(num_warps=1, num_stages=1),
+        )  # fmt: skip
+    else:
+        route_by_scores(logits, routing, *scales, (chosen, weights, ranks, counts), count=block > 1)
     if block == 1:
         return Arrangement(1, chosen, chosen, chosen, chosen, counts, weights)
     made = Arrangement(
