@@ -12,6 +12,8 @@ from collections.abc import Iterator, Sequence
 from math import lcm, prod
 from typing import NamedTuple
 
+import numpy as np
+
 FEW_GROUPS, MAX_GROUPS = 8, 24
 """Groups of most models, and the most groups. The host writes a row of a block table for each group of a sequence."""
 
@@ -37,9 +39,9 @@ class CacheGroup(NamedTuple):
         full = -(-length // size)
         return full if self.window is None else min(full, -(-(self.window - 1 + in_flight) // size) + 1)
 
-    def behind(self, end: int, size: int) -> int:
-        """Return the number of leading blocks that no token from position ``end`` on reads."""
-        return 0 if self.window is None else max(end - self.window + 1, 0) // size
+    def behind(self, ends: np.ndarray, size: int) -> np.ndarray:
+        """Return the number of leading blocks that no token from each position of ``ends`` on reads."""
+        return np.maximum(ends - self.window + 1, 0) // size if self.window else np.zeros_like(ends)
 
     def tail(self, columns: int, size: int) -> int:
         """Return how many of the ``columns`` leading blocks the token behind them reads."""

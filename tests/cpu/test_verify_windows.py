@@ -1,4 +1,4 @@
-"""The check of sliding windows, at boot and in ``preheat verify``, sees a window of a wrong length."""
+"""The checks of sliding windows see a window of a wrong length, and a block that was given back too early."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import json
 import pytest
 
 from preheat.backends.cpu import attention, decode_attention
+from preheat.cache_groups import CacheGroup
 from preheat.errors import CheckFailed
 from preheat.plan.items import NothingToRun
 from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.verify.drive import Engine
+from preheat.verify.given_back import check_given_back
 from preheat.verify.window_check import check_windows
 from preheat.warmup.record import Record
 
@@ -43,6 +45,15 @@ def engine(folder, **more) -> Engine:
 def test_a_window_is_as_long_as_it_should_be(folder, more):
     with engine(folder, **more).unwatched() as runner:
         assert check_windows(runner) == 1
+        assert len(runner.plan.limits.groups) > 1
+        assert check_given_back(runner) == 2
+
+
+def test_a_block_that_is_given_back_a_token_early_is_seen(folder, monkeypatch):
+    right = CacheGroup.behind
+    monkeypatch.setattr(CacheGroup, "behind", lambda group, ends, size: right(group, ends + 1, size))
+    with engine(folder).unwatched() as runner, pytest.raises(CheckFailed, match="given back: a token behind 50 others"):
+        check_given_back(runner)
 
 
 def test_a_window_that_no_sequence_is_longer_than_is_left_out(folder):
@@ -90,6 +101,7 @@ def test_a_window_that_is_off_by_one_is_seen(folder, plant, more, monkeypatch):
 def test_the_check_at_boot_has_a_row_for_it(folder, monkeypatch):
     booted = {"skip_warmup": False, "boot_check": "quick", "max_num_batched_tokens": 32}
     checks = Record.from_json(engine(folder, **booted).ready.record).entries
-    assert [each.outcome for each in checks if each.shape.get("name") == "windows"] == ["ready"]
+    named = {each.shape.get("name"): each.outcome for each in checks}
+    assert named["windows"] == named["given back"] == "ready"
     in_all_rows(monkeypatch, 1)
     assert "windows: a token that decodes sees more" in engine(folder, **booted).ready.blocked_reason

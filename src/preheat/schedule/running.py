@@ -170,8 +170,7 @@ class RunningSequences:
         """
         slots, size = self.slots, self._size
         for group in self.windowed:
-            window = self.groups[group].window or 0
-            behind = np.maximum(ends - window + 1, 0) // size
+            behind = self.groups[group].behind(ends, size)
             for row in (behind > slots.live_from[settled, group]).nonzero()[0].tolist():
                 slot, first, last = int(settled[row]), int(slots.live_from[settled[row], group]), int(behind[row])
                 blocks = slots.tables[slot, group, first:last].tolist()

@@ -29,6 +29,7 @@ from preheat.verify.adapter_check import AdapterCheck
 from preheat.verify.check_runner import CheckRunner, Row
 from preheat.verify.context_paths import ContextPath, large_steps
 from preheat.verify.draws import check_drafted_draws, check_draws
+from preheat.verify.given_back import check_given_back
 from preheat.verify.grammar import GrammarCheck
 from preheat.verify.image_check import ImageCheck
 from preheat.verify.key_check import check_keys
@@ -267,6 +268,7 @@ CHECKS: Mapping[str, Callable[[BootCheck], int | None]] = {
     "grammar": BootCheck.check_grammars,
     "compaction": OfContexts(paths.compaction),
     "windows": lambda check: check_windows(check.runner),
+    "given back": lambda check: check_given_back(check.runner),
     "eager": OfContexts(paths.eager),
 }
 """The function of each check of :data:`preheat.verify.names.CHECKS`; some return how often they compared."""

@@ -16,6 +16,9 @@ from preheat.utils.structured import preloads_of
 BEHIND_WINDOW = 8
 """The least tokens of a sequence beyond a checked window."""
 
+READ = 5
+"""Tokens that a check of windows reads in one step, where they do not decode."""
+
 BEFORE_IMAGE, AFTER_IMAGE = 3, 4
 """Tokens around the image of a checked context."""
 
@@ -102,6 +105,7 @@ CHECKS: tuple[Check, ...] = (
     Check("compaction", lambda asked: policy_of(asked.settings).compacts and asked.longest > 1
           and asked.limits.columns > 1 and not asked.encodes),
     Check("windows", lambda asked: not asked.pools and asked.windowed),
+    Check("given back", lambda asked: not asked.pools and given_back_ends(asked.limits)),
     Check("eager", lambda asked: asked.mode not in ("eager", "llvm")),
 )  # fmt: skip
 """The checks in the order in which they run; :data:`preheat.verify.boot.CHECKS` has their functions."""
@@ -151,6 +155,17 @@ def long_context(limits: Limits, facts: Facts) -> int | None:
     length = 2 * facts.split + 44
     fits = length < limits.max_model_len and -(-length // limits.block_size) <= limits.columns
     return length if fits else None
+
+
+def given_back_ends(limits: Limits) -> list[int]:
+    """Return for each window the tokens of a sequence behind which a token reads the last one of its oldest block.
+
+    The block before is given back by then. Windows that leave no room for such a sequence are left out.
+    """
+    most = min(limits.max_model_len - 1, limits.columns * limits.block_size)
+    windows = {each.window for each in limits.groups if each.window}
+    ends = (window + 2 * limits.block_size - 2 for window in sorted(windows))
+    return [end for end in ends if end + READ <= most]
 
 
 def image_context(limits: Limits) -> int:

@@ -24,10 +24,12 @@ from preheat.ops.embedding import rows_of
 from preheat.plan.items import NothingToRun
 from preheat.verify.beam_path import beam_search
 from preheat.verify.cache_paths import answers_as_prompts, given_up, moved, nearly_equal
+from preheat.verify.check_runner import CheckRunner
 from preheat.verify.compare import Divergence, PathResult, Seen, compare
 from preheat.verify.continued_paths import continued, moved_while_served
 from preheat.verify.crowded_paths import grammars_interrupted, penalties_interrupted
 from preheat.verify.drive import Answer, Engine, Prompts, in_groups, trickling
+from preheat.verify.given_back import check_given_back
 from preheat.verify.prompt_sets import (
     CHUNKED,
     LEAST,
@@ -202,19 +204,20 @@ def undrafted(trial: Trial) -> PathResult:
 # ------------------------------------------------------------------------------------------------ of one set
 
 
-def windows(trial: Trial) -> PathResult | None:
-    """Check the model's sliding windows.
+def _checked(check: Callable[[CheckRunner], int]) -> Callable[[Trial], PathResult | None]:
+    """Return a path that runs a ``check`` of the boot, or None where nothing takes it."""
 
-    Returns None if no sequence can be longer than one of them.
-    """
-    try:
-        with trial.engine.unwatched() as runner:
-            count = check_windows(runner)
-    except NothingToRun:
-        return None
-    except CheckFailed as error:
-        return PathResult(trial.name, 1, 1, 0, Divergence(1, 0, 0, float("inf")), str(error))
-    return PathResult(trial.name, count, 1, count)
+    def run(trial: Trial) -> PathResult | None:
+        try:
+            with trial.engine.unwatched() as runner:
+                count = check(runner)
+        except NothingToRun:
+            return None
+        except CheckFailed as error:
+            return PathResult(trial.name, 1, 1, 0, Divergence(1, 0, 0, float("inf")), str(error))
+        return PathResult(trial.name, count, 1, count)
+
+    return run
 
 
 def salts(trial: Trial) -> PathResult:
@@ -322,7 +325,8 @@ PATHS: tuple[Path, ...] = (
     Path("served, by the contract", "asked", "", lambda trial: served(trial.engine, trial.size.outputs)),
     Path("continued", "asked", "texts", resumed),
     Path("moved while served", "asked", "", lost_while_served),
-    Path("windows", "asked", "", windows),
+    Path("windows", "asked", "", _checked(check_windows)),
+    Path("given back", "asked", "", _checked(check_given_back)),
     Path("penalties, long prompts", "asked", "long texts", one_by_one),
     Path("long answers as prompts", "asked", "long texts", answered),
     Path("cache salts", "asked", "", salts),

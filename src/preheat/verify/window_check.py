@@ -15,10 +15,7 @@ from torch import Tensor
 from preheat.errors import CheckFailed
 from preheat.plan.items import NothingToRun
 from preheat.verify.check_runner import ZEROS, CheckRunner
-from preheat.verify.names import BEHIND_WINDOW
-
-READ = 5
-"""Tokens that are read in one step, where they do not decode."""
+from preheat.verify.names import BEHIND_WINDOW, READ
 
 
 def check_windows(runner: CheckRunner) -> int:
