@@ -165,8 +165,9 @@ def _row(family: Callable[[Config], ModelSpec], names: list[str]) -> str:
     sizes, whole = [_sizes_of(spec) for spec in specs], any(spec.attentions[0].whole_qk_norm for spec in specs)
     assert sizes, f"no checkpoint of {names} is compared with transformers"
     cells = ["<br>".join(f"`{name}`" for name in names), adds, "<br>".join(dict.fromkeys(sizes)), "yes"]
-    late = QWEN_VL in names or any(spec.attentions[0].latent or spec.layers[0].end for spec in specs)
-    cells.append("not yet" if late else "kernels interpreted, never run" if states else "yes")
+    late = QWEN_VL in names or any(spec.layers[0].end for spec in specs)
+    untried = states or any(spec.attentions[0].latent for spec in specs)
+    cells.append("not yet" if late else "kernels interpreted, never run" if untried else "yes")
     stacked = GPT_OSS in names
     shared = not (LLAVA in names or QWEN_VL in names or stacked or whole or states)
     return _line(

@@ -128,7 +128,7 @@ class Steps:
     def table(self) -> torch.Tensor:
         """The device's block table."""
         assert isinstance(self.buffers.attention, CudaAttention)
-        return self.buffers.attention.table.rows
+        return self.buffers.attention.table.of_group[0]
 
 
 MAY_DIFFER = {"turn", "steady"}

@@ -16,7 +16,9 @@ from preheat import LLM
 from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.backends.cpu.llvm import layer as compiled
 from preheat.backends.cpu.tiles import SPLIT
+from preheat.backends.cuda.card import HOPPER
 from preheat.backends.cuda.facts import FACTS as CUDA
+from preheat.backends.cuda.lacking import lacking
 from preheat.backends.hpu.facts import FACTS as HPU
 from preheat.backends.support import supports
 from preheat.errors import ModelError
@@ -24,9 +26,10 @@ from preheat.execution import kv_cache
 from preheat.model.families import latent as families
 from preheat.model.families import read_spec
 from preheat.model.files import read_config
+from preheat.model.kv_scales import with_kv_dtype
 from preheat.model.latent import Latent
 from preheat.model.specs import ModelSpec
-from preheat.model.values import check_supported
+from preheat.model.values import caches_of, check_supported
 from preheat.ops import moe
 from preheat.ops.values import Routing
 from tests.cpu.checkpoints import LATENT, MODELS, save_checkpoint
@@ -167,14 +170,20 @@ def test_ties_by_another_order_are_seen(how: Routing, monkeypatch: pytest.Monkey
         test_experts_are_chosen_by_the_formulas_and_ties_by_number(how)
 
 
-@pytest.mark.parametrize(("facts", "reason"), [
-    (CUDA, "attention over latent vectors is not supported on cuda"),
-    (HPU, "attention over latent vectors is not supported on hpu"),
-])  # fmt: skip
-def test_devices_without_kernels_refuse_by_name(facts: Any, reason: str, own: Checkpoint) -> None:
+def test_devices_without_kernels_refuse_by_name(own: Checkpoint) -> None:
+    reason = "attention over latent vectors is not supported on hpu"
     with pytest.raises(ModelError, match=rf"layers\.0\.attention\.latent\.up: {reason}: "):
+        check_supported(spec_of(own), "bfloat16", partial(supports, HPU))
+    for facts in (CPU, CUDA):
         check_supported(spec_of(own), "bfloat16", partial(supports, facts))
-    check_supported(spec_of(own), "bfloat16", partial(supports, CPU))
+
+
+def test_a_gpu_refuses_latent_vectors_of_eight_bits(own: Checkpoint) -> None:
+    caches = [cache for _, cache in caches_of(with_kv_dtype(spec_of(own), "fp8_e4m3", "bfloat16"), "bfloat16")]
+    assert {lacking(HOPPER, cache) for cache in caches} == {
+        "a cache of latent vectors in fp8_e4m3 has no kernel on a GPU yet: use auto"
+    }
+    assert lacking(HOPPER, next(cache for _, cache in caches_of(spec_of(own), "bfloat16"))) is None
 
 
 def test_compiled_functions_refuse_by_name(own: Checkpoint) -> None:

@@ -72,6 +72,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3.5": {"layer_types": STATE_THEN_FULL, "linear_key_head_dim": 128, "linear_value_head_dim": 128},
     "qwen3.5 tied": {"layer_types": STATE_THEN_FULL},
     "qwen3.5 moe": {"layer_types": STATE_THEN_FULL},
+    **{name: {"head_dim": 16} for name, (_, changes) in MODELS.items() if "kv_lora_rank" in changes},
     "qwen3 with yarn": {"rope_parameters": YARN_ROPE | {"factor": LENGTH / 64}},
 }
 """Changes beside `SIZES`, for differences that matter to a GPU's kernels.
@@ -145,7 +146,7 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path
     return saved
 
 
-ELSEWHERE = {"kv_lora_rank": "latent vectors", "hidden_size_per_layer_input": "input"}
+ELSEWHERE = {"hidden_size_per_layer_input": "input"}
 """Sizes of layers that no GPU runs yet, and their names in the refusal."""
 
 HERE = {name: model for name, model in MODELS.items() if not ELSEWHERE.keys() & model[1].keys()}

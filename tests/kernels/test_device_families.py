@@ -21,9 +21,15 @@ LLAMA = {
     "hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 1,
     "intermediate_size": 48, "max_position_embeddings": 64,
 }  # fmt: skip
+LATENT = {
+    "kv_lora_rank": 24, "q_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8, "v_head_dim": 20,
+    "n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16,
+    "first_k_dense_replace": 1, "routed_scaling_factor": 1.8, "norm_topk_prob": True, "num_key_value_heads": 2,
+}  # fmt: skip
 CONFIGS: dict[str, dict[str, Any]] = {
     "Cohere2": {**LLAMA, "head_dim": 16, "sliding_window": 5, "sliding_window_pattern": 2},
     "GPTBigCode": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},
+    "DeepseekV3": {**LLAMA, **LATENT, "n_group": 2, "topk_group": 1},
     "Gemma3": {**LLAMA, "head_dim": 16, "sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 9},
     "GptOss": {
         **LLAMA, "head_dim": 16, "sliding_window": 5, "num_local_experts": 3, "num_experts_per_tok": 2,

@@ -20,6 +20,7 @@ from torch import Tensor
 from triton.experimental.gluon._runtime import GluonJITFunction
 
 from preheat.backends.cpu.backend import CpuBackend
+from preheat.backends.cuda import latent_attention as latent
 from preheat.backends.cuda import paged_attention as paged
 from preheat.backends.cuda.activation import activate, clip, silu_and_mul
 from preheat.backends.cuda.card import Card as Hardware
@@ -29,6 +30,7 @@ from preheat.backends.cuda.digest import digest_rows
 from preheat.backends.cuda.embedding import embed, take_rows
 from preheat.backends.cuda.gate import gated
 from preheat.backends.cuda.lacking import lacking
+from preheat.backends.cuda.latent_rotary import turn_and_write
 from preheat.backends.cuda.moe_shared import add_shared
 from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
 from preheat.backends.cuda.quantize import quantize_rows, silu_and_quantize
@@ -101,7 +103,7 @@ def _all(hardware: Hardware, wanted: Callable[[str], bool]) -> Iterator[tuple[st
         if broken := [event for event in seen.events if isinstance(event, str) and re.match(r"\w*Error: ", event)]:
             raise RuntimeError(f"{where}: {broken[0]}")
         yield from ((where, each) for each in seen.launches)
-    for where, work in (*attention(hardware), *rows(hardware), *states(), *sampler()):
+    for where, work in (*attention(hardware), *latents(), *rows(hardware), *states(), *sampler()):
         if wanted(where):
             seen = Seen()
             with watched(seen):
@@ -152,6 +154,20 @@ def _rope(cache: Tensor, dtype: torch.dtype, scales: tuple[float, float] | None,
     qkv, table = _empty(2048, heads + 2 * kv, dim, dtype=dtype), _empty(8192, 2, dim, dtype=dtype)
     norm = _empty(heads + kv, dim, dtype=dtype)
     rope_and_write(qkv, table, _whole(2048), _whole(2048), _whole(64, 512), cache, heads, kv, norm, 1e-6, scales=scales)
+
+
+def latents() -> Iterator[tuple[str, Work]]:
+    """Yield attention over latent vectors, and the writing of entries."""
+    for heads, dtype in product((16, 20, 128), (torch.bfloat16, torch.float32)):
+        cache, made = _empty(1024, 1, 1, 64, 576, dtype=dtype), _empty(2048, heads + 1, 576, dtype=dtype)
+        places = _whole(64, 512), _whole(2048), _whole(2048)
+        space, rope = paged.Workspace(64, 2048, heads, 512, META), _empty(8192, 2, 1, 64, dtype=dtype)
+        name = f"latents of {heads} heads, {str(dtype).removeprefix('torch.')}"
+        for mode, rows_, width in ((latent.DECODE, 64, 1), (latent.VERIFY, 8, 4), (latent.PROMPT, 0, 1)):
+            more = {"mode": mode, "rows": rows_, "width": width}
+            yield f"attention {name}, {rows_} rows of {width}", lambda o=more, c=cache, q=made, p=places, s=space: (
+                latent.latent_attention(q[:, :-1], c, *p, _whole(64, 2), _whole(1), q, s, 0.1, 512, **o))  # fmt: skip
+        yield f"rope {name}", lambda m=made, r=rope, p=places, c=cache: turn_and_write(m, r, p[1], p[2], p[0], c, 512)
 
 
 def rows(hardware: Hardware) -> Iterator[tuple[str, Work]]:

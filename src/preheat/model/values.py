@@ -175,7 +175,9 @@ def caches_of(spec: ModelSpec, dtype: Dtype) -> Iterator[tuple[str, Cache]]:
         if not kv.num_kv_heads:
             continue
         stored = dtype if kv.dtype == "auto" else kv.dtype
-        cache = Cache(head_dim=kv.head_dim, dtype=stored, model=dtype, distances=spec.distances is not None)
+        cache = Cache(
+            head_dim=kv.head_dim, dtype=stored, model=dtype, distances=spec.distances is not None, latent=kv.latent
+        )
         yield f"layers.{number}.attention", cache
 
 

@@ -217,13 +217,14 @@ class Experts:
 class Cache:
     """The KV cache of a layer: heads of ``head_dim`` numbers of ``dtype``, of a model of dtype ``model``.
 
-    ``distances``: scores have biases by distance.
+    ``distances``: scores have biases by distance. ``latent``: a token has one entry for all heads.
     """
 
     head_dim: int
     dtype: str
     model: Dtype
     distances: bool = False
+    latent: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

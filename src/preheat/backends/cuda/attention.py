@@ -4,12 +4,14 @@ The host cuts a step's attention into pieces of work, and kernels read the piece
 
 A row of one token is cut into the KV splits of its context; any block of the grid may take a split. A longer row is cut
 into tiles of queries, and each tile walks its context alone. If all rows decode and some have drafts, a few consecutive
-queries share the splits. List 0 holds the tiles; one list of splits follows for each sliding window of the model.
+queries share the splits. The first lists hold the tiles, one list for each size of tiles in the model. One list of
+splits follows for each kind of layer: its sliding window, and the sizes of its heads.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -24,15 +26,11 @@ from preheat.backends.base import (
     StepInputs,
     StepRows,
 )
+from preheat.backends.cuda.attention_shape import Shape
 from preheat.backends.cuda.block_table import DeviceTable
-from preheat.backends.cuda.paged_attention import (
-    Workspace,
-    decode_attention,
-    prefill_attention,
-    prefill_config,
-    query_tile,
-    verify_queries,
-)
+from preheat.backends.cuda.latent_attention import DECODE, PROMPT, VERIFY, latent_attention
+from preheat.backends.cuda.latent_rotary import turn_and_write
+from preheat.backends.cuda.paged_attention import Workspace, decode_attention, prefill_attention
 from preheat.backends.cuda.rotary import rope_and_write
 from preheat.backends.cuda.work import SPLIT, decode_work, prefill_tiles, query_tiles, steady_steps
 from preheat.limits import Limits
@@ -46,8 +44,15 @@ A step with more queries may let each tile walk its context alone, and then need
 """
 
 
+class _Kind(NamedTuple):
+    """A kind of layer with a list of splits of its own."""
+
+    window: int | None
+    shape: Shape
+
+
 class CudaAttention:
-    """Attention of a model with equal heads in all layers; windows may differ between layers.
+    """Attention of a model; windows, sizes of heads and cache groups may differ between layers.
 
     All layers are causal, or all see both sides; a row of the step is then a whole text.
     """
@@ -61,39 +66,37 @@ class CudaAttention:
         tile: int | None = None,
         split: int = SPLIT,
     ) -> None:
-        first = layers[0]
         self._layers, self._split, self._max_len = layers, split, limits.max_model_len
-        config = prefill_config(first.head_dim, first.dtype)
-        self._tile = tile or query_tile(first.num_heads, first.num_kv_heads, config)
-        self._sides = not first.causal
-        self._windows = sorted({layer.window for layer in layers}, key=lambda window: window or 0)
+        self._of_layer = [_Kind(layer.window, Shape.of(layer)) for layer in layers]
+        self._kinds = sorted(set(self._of_layer), key=lambda kind: (kind.window or 0, *kind.shape[:3]))
+        shapes = {kind.shape for kind in self._kinds}
+        self._tile_of = {shape: tile or shape.tile for shape in shapes}
+        self._tiles = sorted(set(self._tile_of.values()))
+        self._sides = not layers[0].causal
         self._max_splits = -(-limits.max_model_len // split)
-        self.table = DeviceTable(limits.max_num_seqs, limits.max_blocks_per_seq, HOST_COPIES, backend)
+        groups = len(limits.groups)
+        self.table = DeviceTable(limits.max_num_seqs, limits.max_blocks_per_seq, HOST_COPIES, backend, groups=groups)
         tokens, rows = max(limits.max_num_batched_tokens, limits.max_num_seqs), limits.max_num_seqs
         width = 1 + limits.num_speculative_tokens
-        drafted = rows * -(-width // self._queries(width)) * self._queries(width)
+        drafted = max(rows * -(-width // each.queries(width)) * each.queries(width) for each in shapes)
         self._room = max(rows, min(drafted, _FILLING)) * self._max_splits
-        self._workspace = Workspace(self._room, tokens, first.num_heads, first.head_dim, backend.device)
-
-    def _queries(self, width: int) -> int:
-        """Return the number of queries in a tile for decoding rows of up to ``width`` tokens."""
-        first = self._layers[0]
-        return verify_queries(first.num_heads, first.num_kv_heads, width, first.head_dim, first.dtype)
+        heads, dim = (
+            max(sizes) for sizes in zip(*((each.heads, each.rank or each.dim) for each in shapes), strict=True)
+        )
+        self._workspace = Workspace(self._room, tokens, heads, dim, backend.device)
 
     def list_sizes(self, tokens: int, rows: int, *, width: int) -> tuple[int, ...]:
-        """Return the capacities of the lists: tiles (none for a decoding step), then splits for each window."""
-        tiles = 0 if width else tokens // self._tile + rows
+        """Return the capacities of the lists: tiles (none for a decoding step), then splits for each kind."""
+        tiles = (0 if width else tokens // tile + rows for tile in self._tiles)
         pieces = rows * self._max_splits
-        if width > 1:
-            pieces = self._pieces(rows, width)
-        return (tiles, *(pieces,) * len(self._windows))
+        return (*tiles, *(self._pieces(rows, width, kind) if width > 1 else pieces for kind in self._kinds))
 
-    def _pieces(self, rows: int, width: int) -> int:
+    def _pieces(self, rows: int, width: int, kind: _Kind) -> int:
         """Return the largest number of pieces of a step with drafts.
 
         The pieces fit the workspace, or each tile is one piece.
         """
-        queries = self._queries(width)
+        queries = kind.shape.queries(width)
         tiles = rows * -(-width // queries)
         return max(min(tiles * self._max_splits, self._room // queries), tiles)
 
@@ -104,24 +107,28 @@ class CudaAttention:
         extend = step.extend
         single = (extend == 1).nonzero()[0]
         token_index, positions = step.ends[single] - 1, step.first[single]
-        tiles = _NO_WORK
+        tiles = [_NO_WORK] * len(self._tiles)
         if len(single) < len(extend):
             longer = (extend > 1).nonzero()[0]
             starts = step.ends[longer] - extend[longer]
-            tiles = prefill_tiles(starts, extend[longer], step.first[longer], self._tile, sides=self._sides)
-        splits = [decode_work(token_index, positions, self._split, window) for window in self._windows]
-        steady = min((steady_steps(positions, self._split, window) for window in self._windows), default=self._max_len)
-        return AttentionWork([tiles, *splits], steady, table_writes=-1)
+            tiles = [
+                prefill_tiles(starts, extend[longer], step.first[longer], tile, sides=self._sides)
+                for tile in self._tiles
+            ]
+        windows = {kind.window for kind in self._kinds}
+        found = {window: decode_work(token_index, positions, self._split, window) for window in windows}
+        steady = min((steady_steps(positions, self._split, window) for window in windows), default=self._max_len)
+        return AttentionWork([*tiles, *(found[kind.window] for kind in self._kinds)], steady, table_writes=-1)
 
     def _plan_drafts(self, step: StepRows) -> AttentionWork:
         """Return the work of a decoding step with drafts; it is never reused for the next step."""
-        queries = self._queries(step.width)
-        starts, positions, lengths = query_tiles(step.ends, step.extend, step.first, queries)
-        room = self._room // queries
-        splits = [
-            decode_work(starts, positions, self._split, window, queries=lengths, room=room) for window in self._windows
-        ]
-        return AttentionWork([_NO_WORK, *splits], -1, table_writes=-1)
+        splits = []
+        for window, shape in self._kinds:
+            queries = shape.queries(step.width)
+            starts, positions, lengths = query_tiles(step.ends, step.extend, step.first, queries)
+            room = self._room // queries
+            splits.append(decode_work(starts, positions, self._split, window, queries=lengths, room=room))
+        return AttentionWork([*[_NO_WORK] * len(self._tiles), *splits], -1, table_writes=-1)
 
     def write(self, turn: int, tables: BlockTables) -> None:
         self.table.write(turn, tables)
@@ -130,37 +137,70 @@ class CudaAttention:
         self.table.send(turn)
 
     def attend(self, inputs: StepInputs, out: Tensor) -> Attend:
-        slots, positions, table = inputs.slots, inputs.positions, self.table.rows
-        tiles, workspace, counts = inputs.lists[0], self._workspace, inputs.counts
+        room = {out.shape[1]: out}
 
         def attend(index: int, qkv: Tensor) -> Tensor:
             layer = self._layers[index]
-            heads, window, norm = layer.num_heads, layer.window, layer.qk_norm
-            scale, value_scale = layer.scale * layer.kv_scales[0], None
-            weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-            kind: NormKind = "rms" if norm is None else norm.kind
-            scales = None
-            if layer.cache.dtype != layer.dtype:
-                scales, value_scale = layer.kv_scales, layer.kv_scales[1]
-            rope_and_write(
-                qkv, layer.rope, slots, positions, table, layer.cache, heads, layer.num_kv_heads, weight, eps, kind,
-                scales=scales, growth=layer.growth, by_token=layer.by_token,
-            )  # fmt: skip
-            query = qkv[:, :heads]
-            if len(tiles):
-                prefill_attention(
-                    query, layer.cache, table, slots, positions, tiles, counts[0:1], out, scale, window,
-                    split=self._split, alibi=layer.alibi, value_scale=value_scale, sinks=layer.sinks, sides=self._sides,
-                )  # fmt: skip
-            at = 1 + self._windows.index(window)
-            decode_attention(
-                query, layer.cache, table, slots, positions, inputs.lists[at], counts[at : at + 1], out, workspace,
-                scale, window, split=self._split, rows=inputs.rows if inputs.width else 0, width=max(inputs.width, 1),
-                alibi=layer.alibi, value_scale=value_scale, sinks=layer.sinks,
-            )  # fmt: skip
-            return out
+            width = layer.num_heads * layer.head_dim
+            if (own := room.get(width)) is None:
+                own = room[width] = out.new_empty(len(out), width)
+            run = self._latents if layer.cache.shape[1] == 1 else self._heads
+            run(index, qkv, inputs, own)
+            return own
 
         return attend
+
+    def _lists(self, index: int, inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Return a layer's list of tiles and its count, then its list of splits and its count."""
+        kind = self._of_layer[index]
+        tiles, splits = self._tiles.index(self._tile_of[kind.shape]), len(self._tiles) + self._kinds.index(kind)
+        lists, counts = inputs.lists, inputs.counts
+        return lists[tiles], counts[tiles : tiles + 1], lists[splits], counts[splits : splits + 1]
+
+    def _heads(self, index: int, qkv: Tensor, inputs: StepInputs, out: Tensor) -> None:
+        """Run a layer with keys and values of heads."""
+        layer, slots, positions = self._layers[index], inputs.slots, inputs.positions
+        heads, window, norm = layer.num_heads, layer.window, layer.qk_norm
+        scale, value_scale = layer.scale * layer.kv_scales[0], None
+        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
+        kind: NormKind = "rms" if norm is None else norm.kind
+        scales, table = None, self.table.of_group[layer.group]
+        if layer.cache.dtype != layer.dtype:
+            scales, value_scale = layer.kv_scales, layer.kv_scales[1]
+        rope_and_write(
+            qkv, layer.rope, slots, positions, table, layer.cache, heads, layer.num_kv_heads, weight, eps, kind,
+            scales=scales, growth=layer.growth, by_token=layer.by_token,
+        )  # fmt: skip
+        query = qkv[:, :heads]
+        tiles, num_tiles, splits, num_splits = self._lists(index, inputs)
+        if len(tiles):
+            prefill_attention(
+                query, layer.cache, table, slots, positions, tiles, num_tiles, out, scale, window,
+                split=self._split, alibi=layer.alibi, value_scale=value_scale, sinks=layer.sinks, sides=self._sides,
+            )  # fmt: skip
+        decode_attention(
+            query, layer.cache, table, slots, positions, splits, num_splits, out, self._workspace,
+            scale, window, split=self._split, rows=inputs.rows if inputs.width else 0, width=max(inputs.width, 1),
+            alibi=layer.alibi, value_scale=value_scale, sinks=layer.sinks,
+        )  # fmt: skip
+
+    def _latents(self, index: int, made: Tensor, inputs: StepInputs, out: Tensor) -> None:
+        """Run a layer with latent vectors."""
+        layer, slots, positions = self._layers[index], inputs.slots, inputs.positions
+        rank, table = layer.still, self.table.of_group[layer.group]
+        assert layer.rope is not None, "a part of each entry turns"
+        turn_and_write(made, layer.rope, slots, positions, table, layer.cache, rank)
+        tiles, num_tiles, splits, num_splits = self._lists(index, inputs)
+        step = made[:, : layer.num_heads], layer.cache, table, slots, positions
+        if len(tiles):
+            latent_attention(
+                *step, tiles, num_tiles, out, self._workspace, layer.scale, rank, mode=PROMPT, split=self._split
+            )
+        mode = VERIFY if inputs.width > 1 else DECODE
+        latent_attention(
+            *step, splits, num_splits, out, self._workspace, layer.scale, rank, mode=mode, split=self._split,
+            rows=inputs.rows if inputs.width else 0, width=max(inputs.width, 1),
+        )  # fmt: skip
 
     def clear(self) -> None:
         self.table.clear()

@@ -1,4 +1,4 @@
-"""The block table on a device that replays programs.
+"""The block tables on a device that replays programs: one for each cache group.
 
 Few rows of the table change from one step to the next. So every copy knows the version of each row, and only rows with
 another version go on to the next copy.
@@ -11,16 +11,23 @@ import torch
 
 from preheat.backends.base import Backend, BlockTables
 
+ALIGNED = 4
+"""Columns are a multiple of this: the table of each group then begins at 16 bytes, and kernels compile once."""
+
 
 class DeviceTable:
-    """The block table on the device and its copies on the host.
+    """The block tables on the device and their copies on the host.
 
-    ``rows`` int32 [num_slots + 1, max_blocks] lies on the device; its last row is all pad block. The host may write one
-    of the ``copies`` while the device still reads another.
+    ``rows`` int32 [num_slots + 1, groups, max_blocks] lies on the device; its last row is all pad block. The rows of a
+    slot lie together, so that one copy sends the tables of all groups. The host may write one of the ``copies`` while
+    the device still reads another.
     """
 
-    def __init__(self, num_slots: int, max_blocks: int, copies: int, backend: Backend) -> None:
-        self.rows = torch.zeros(num_slots + 1, max_blocks, dtype=torch.int32, device=backend.device)
+    def __init__(self, num_slots: int, max_blocks: int, copies: int, backend: Backend, *, groups: int = 1) -> None:
+        columns = max_blocks if groups == 1 else -(-max_blocks // ALIGNED) * ALIGNED
+        self.rows = torch.zeros(num_slots + 1, groups, columns, dtype=torch.int32, device=backend.device)
+        self.of_group = self.rows.unbind(1)
+        self._columns = max_blocks
         self._version, self._writes = np.zeros(num_slots, np.int64), 0
         self._host = [backend.host_copy(self.rows) for _ in range(copies)]
         self._arrays = [host.numpy() for host in self._host]
@@ -33,7 +40,7 @@ class DeviceTable:
             return
         version, self._host_writes[copy] = self._host_versions[copy], tables.table_writes
         changed = (version != tables.table_version).nonzero()[0]
-        self._arrays[copy][changed] = tables.block_table[changed]
+        self._arrays[copy][changed, :, : self._columns] = tables.tables[changed]
         version[changed] = tables.table_version[changed]
 
     def send(self, copy: int) -> None:
@@ -48,6 +55,6 @@ class DeviceTable:
             self._version[:] = version
 
     def clear(self) -> None:
-        """Set every entry on the device to the pad block."""
+        """Set every entry of all groups on the device to the pad block."""
         self.rows.zero_()
         self._version[:], self._writes = 0, 0

@@ -23,8 +23,6 @@ FACTS = Facts(
     split=512,
     asynchronous=True,
     captures=True,
-    plain_routers="its router's kernel has no sigmoids, groups or corrections yet",
-    no_latents="its attention kernels read keys and values, not one entry for both",
     no_layer_ends="nobody has written the last steps of such layers, and entries of several sizes, there",
     quantized={
         "w8a8": QuantizedKernel("float8 matrix unit, promoted to fp32 every 128 inputs"),
@@ -33,7 +31,6 @@ FACTS = Facts(
     },
     ignored=NO_BRIDGE,
     lacks={
-        ("groups",): "its attention kernels read one block table",
         ("pipeline",): "nobody has tried stages there",
         ("audit",): "the digests of the audit are computed on the host",
         ("receipts",): "its sample program has no digest of the logits yet",

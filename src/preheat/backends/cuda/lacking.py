@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from preheat.backends.cuda.card import Card, refused
 from preheat.backends.support import matmuls
-from preheat.ops.values import Cache, Recurrence, Value
+from preheat.ops.values import Cache, Experts, Recurrence, Value
 
 WIDE_FLOAT32 = 147_456
 """Bytes of shared memory that prompts need in float32 with heads of more than 128 numbers."""
@@ -19,6 +19,10 @@ def lacking(card: Card, value: Value) -> str | None:
         return _cache(card, value)
     if isinstance(value, Recurrence):
         return _recurrence(value)
+    if isinstance(value, Experts) and not value.gate_up.finish.bias:
+        activation = value.gate_up.finish.activation or "silu_and_mul"
+        if activation != "silu_and_mul":
+            return f"experts with {activation} and no biases have no kernel on a GPU yet: use --device cpu"
     if card.float8:
         return None
     for part in matmuls(value):
@@ -43,6 +47,9 @@ def _cache(card: Card, cache: Cache) -> str | None:
         return "biases of attention by distance, MPNet's, have no kernel on a GPU yet: use --device cpu"
     if cache.dtype == "fp8_e4m3" and not card.float8:
         return refused(card, "a KV cache in fp8_e4m3")
+    if cache.latent:
+        eight = cache.dtype.startswith("fp8")
+        return f"a cache of latent vectors in {cache.dtype} has no kernel on a GPU yet: use auto" if eight else None
     if cache.model == "float32" and cache.head_dim > 128 and card.shared_bytes < WIDE_FLOAT32:
         return (
             f"heads of {cache.head_dim} numbers in float32 need {WIDE_FLOAT32 // 1024} KB of shared memory, and "

@@ -135,7 +135,9 @@ def _keep_part(parts, tops, totals, at, top, total, acc, own, DIM: tl.constexpr)
 
 
 @triton.jit
-def _merge_parts(parts, tops, totals, at, step, count, own, DIM: tl.constexpr, WIDTH: tl.constexpr):
+def _merge_parts(
+    parts, tops, totals, at, step, count, own, DIM: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr = 4
+):
     """Merge ``count`` splits of the rows in ``own``; return their maxima, sums and outputs.
 
     The splits begin at the places ``at`` and lie ``step`` apart.
@@ -145,7 +147,7 @@ def _merge_parts(parts, tops, totals, at, step, count, own, DIM: tl.constexpr, W
     real = own[:, None] & (dims < DIM)[None, :]
     top, acc = tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
     total = tl.zeros([ROWS, 1], tl.float32)
-    for _ in tl.range(0, count, num_stages=4):
+    for _ in tl.range(0, count, num_stages=STAGES):
         one_top = tl.load(tops + at, mask=own, other=0.0, cache_modifier=".cg")
         one_total = tl.load(totals + at, mask=own, other=1.0, cache_modifier=".cg")
         one = tl.load(parts + at[:, None] * DIM + dims[None, :], mask=real, other=0.0, cache_modifier=".cg")
