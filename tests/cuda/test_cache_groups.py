@@ -68,4 +68,4 @@ def test_the_check_at_boot_and_verify_pass(folder: str) -> None:
     asked = Verification(boot_engine, settings, prompts, REDUCED)
     results = list(asked.results())
     assert asked.verdict(results).ok, [str(result.first) for result in results]
-    assert "given back" in {result.name for result in results}
+    assert "given back" in {result.path for result in results}
