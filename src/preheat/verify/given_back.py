@@ -44,7 +44,7 @@ def check_given_back(runner: CheckRunner) -> int:
 
 
 def _logits(runner: CheckRunner, end: int, lacking: int, *, gives: bool) -> Tensor:
-    """Return the logits after ``end`` tokens in the cache and ``lacking`` more, which are computed.
+    """Return the logits after ``end`` tokens in the cache, and ``lacking`` computed tokens behind them.
 
     With ``gives`` the blocks that left their windows before are given back.
     """
