@@ -28,6 +28,7 @@ from benchmarks.suite.offline import Offline
 from preheat.model.specs import ModelSpec
 
 KINDS = {
+    "states": ("recur", "prepare", "finish"),
     "routing": ("_route", "_arrange", "_spread", "_combine"),
     "experts": ("gemm_experts", "_experts"),
     "attention": ("_decode", "_prefill", "attention"),
@@ -52,12 +53,13 @@ def kind_of(name: str) -> str:
 def floor_bytes(spec: ModelSpec, rows: int, context: int) -> dict[str, float]:
     """Return the least bytes that a step reads.
 
-    It reads each weight of a linear map once, and each key and value once. Weights that are not quantized are bfloat16,
-    and so is the cache.
+    It reads each weight of a linear map once, and each key and value once. It reads and writes each row's states.
+    Weights that are not quantized are bfloat16, and so is the cache.
     """
     weights = sum(spec.weight_bytes(2).values()) - (0 if spec.tied else 2 * spec.embedding.params)
     cache = rows * context * spec.kv_bytes_per_token(2)
-    return {"linear": float(weights), "attention": float(cache)}
+    states = {"states": 2.0 * rows * spec.state_bytes(2)} if spec.has_states else {}
+    return {"linear": float(weights), "attention": float(cache), **states}
 
 
 def bandwidth(device: torch.device) -> float:

@@ -13,6 +13,27 @@ from typing import Any
 from benchmarks.common.checkpoint import write_checkpoint
 from preheat.model.files import BUNDLED, BUNDLED_PATH, read_config
 
+HYBRID: dict[str, Any] = {
+    "full_attention_interval": 4,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "max_position_embeddings": 32768,
+    "rms_norm_eps": 1e-6,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.25},
+    "tie_word_embeddings": False,
+    "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
+    "bos_token_id": 151643,
+    "eos_token_id": 151645,
+}
+"""The fields that the measured models with states share."""
+
 SHAPES: dict[str, dict[str, Any]] = {
     "llama-3.1-8b": {
         "architectures": ["LlamaForCausalLM"],
@@ -77,6 +98,34 @@ SHAPES: dict[str, dict[str, Any]] = {
         "bos_token_id": 151643,
         "eos_token_id": 151645,
     },
+    "qwen3.5-35b-a3b": {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+        "hidden_size": 2048,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_hidden_layers": 40,
+        **HYBRID,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "vocab_size": 248320,
+    },
+    "qwen3-next-24-layers": {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+        "num_hidden_layers": 24,
+        **HYBRID,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "vocab_size": 151936,
+    },
     "llama-3-70b": {
         "architectures": ["LlamaForCausalLM"],
         "model_type": "llama",
@@ -118,7 +167,10 @@ SHAPES: dict[str, dict[str, Any]] = {
         "eos_token_id": 2,
     },
 }
-"""The published config of each model. One more entry here is one more ``--shape``."""
+"""The published config of each model. One more entry here is one more ``--shape``.
+
+Qwen3-Next has 48 layers, and one GPU has room for half of them.
+"""
 
 CHOICES = (*SHAPES, BUNDLED)
 
