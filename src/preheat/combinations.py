@@ -65,6 +65,8 @@ TRAITS: Mapping[str, Trait] = MappingProxyType({
     "tensor_parallel": Trait(
         "layers that ranks share", "tensor_parallel_size", lambda s: s.tensor_parallel_size > 1 or s.tp_invariant,
         "leave tensor_parallel_size and tp_invariant out"),
+    "expert_parallel": Trait(
+        "experts dealt whole to ranks", "enable_expert_parallel", lambda s: s.enable_expert_parallel),
     "pipeline": Trait("stages of layers", "pipeline_parallel_size", lambda s: s.pipeline_parallel_size > 1),
     "replicas": Trait("replicas", "data_parallel_size", lambda s: s.data_parallel_size > 1),
     "pods": Trait("a front before other servers", "pods", lambda s: s.pods),
@@ -145,18 +147,20 @@ _DRAFTS, _FORMATS = "text_drafts draft_model eagle3", "w8a8 w8a16 w4a16"
 _GAUDI = "adapters w8a8 eagle3 pooling sleep updates offload pipeline replicas several_models"
 
 _REFUSED: tuple[Refused, ...] = (
-    Refused("inc", "tensor_parallel", "its ranges are measured for whole layers, and ranks hold parts"),
+    Refused("inc", "tensor_parallel expert_parallel", "its ranges are measured for whole layers, and ranks hold parts"),
     Refused("inc", "adapters", "linear layers of INC's files have no slots for adapters"),
     Refused("inc", _FORMATS, "it rounds a checkpoint that is not quantized", yet=False),
-    Refused("draft_model eagle3", "tensor_parallel pipeline", "only the first rank would have the draft's weights"),
+    Refused("draft_model eagle3", "tensor_parallel expert_parallel pipeline",
+            "only the first rank would have the draft's weights"),
     Refused(_DRAFTS, "split", "speculation needs steps that mix prompts and decoding", yet=False),
     Refused("compile", "tensor_parallel pipeline", "the exchange between ranks cannot be compiled"),
     Refused("compile", "adapters", "compiled regions do not apply adapters"),
     Refused("eagle3", "images any_size", "no EAGLE-3 head was trained for a model that sees images"),
     Refused("eagle3", "compile", "the head reads states between layers, and compiled regions do not give them"),
-    Refused("images any_size", "tensor_parallel", "only the first rank would get them"),
+    Refused("images any_size", "tensor_parallel expert_parallel", "only the first rank would get them"),
     Refused("images any_size", "pipeline", "every stage would load the encoder of images"),
-    Refused("sleep updates", "tensor_parallel pipeline", "only the first rank would carry it out"),
+    Refused("sleep updates", "tensor_parallel expert_parallel pipeline",
+            "only the first rank would carry it out"),
     Refused("offload", "pipeline", "nobody has tried a tier of blocks beside stages"),
     Refused("updates", "adapters", "an update replaces the layers that hold the adapters"),
     Refused("operator sleep updates", "replicas", "an operator's commands go to one engine"),
@@ -164,13 +168,16 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("pipeline", "replicas", "nobody has tried replicas of several stages"),
     Refused("operator sleep updates", "several_models", "an operator's commands go to one engine"),
     Refused("events", "several_models", "all engines would publish at one endpoint"),
-    Refused("replicas tensor_parallel pipeline ray", "several_models",
+    Refused("replicas tensor_parallel expert_parallel pipeline ray", "several_models",
             "nobody has tried engines of several devices beside each other"),
     Refused("ray", "replicas", "let Ray Serve run the replicas, as docs/ray.md says", yet=False),
     Refused("ray", "draft_model eagle3 images any_size sleep offload updates compile",
             "with Ray an engine has ranks, and ranks do not support this feature"),
     Refused("adapters", "pipeline", "a stage cannot read an adapter's matrices for the layers of other stages"),
-    Refused("prompt_embeds", "tensor_parallel", "only the first rank would get them"),
+    Refused("expert_parallel", "compile lazy graphs llvm", "only a CPU in mode eager exchanges rows of experts"),
+    Refused("expert_parallel", "pipeline ray entries", "nobody has tried it"),
+    Refused("expert_parallel", "groups states encoder audit", "ranks do not support the feature"),
+    Refused("prompt_embeds", "tensor_parallel expert_parallel", "only the first rank would get them"),
     Refused("prompt_embeds", "images any_size", "both fill positions between a prompt's tokens"),
     Refused("prompt_embeds", "draft_model eagle3", "the draft would have no tokens to read"),
     Refused("encoder", "tensor_parallel pipeline ray", "an encoder fits one device, and nobody has tried ranks"),
@@ -296,7 +303,7 @@ _WORKS: tuple[Works, ...] = (
     _together("eager latents pooling w8a8 sleep updates"),
     _together("eager latents draft_model"),
     _together("graphs latents"),
-    _together("tensor_parallel eager latents"),
+    _together("tensor_parallel expert_parallel eager latents"),
     _together("eager entries groups adapters w8a16 text_drafts structured budget beam_search fp8_cache events "
               "operator receipts answer_cache"),
     _together("eager entries split w4a16 offload audit"),
@@ -330,10 +337,10 @@ _WORKS: tuple[Works, ...] = (
     _together("eager states text_drafts structured budget beam_search fp8_cache events operator sleep"),
     _together("eager states draft_model structured sleep"),
     _together("llvm eagle3 sleep updates w4a16 structured"),
-    _together("tensor_parallel eager w8a8 adapters structured budget beam_search events operator split fp8_cache "
-              "offload"),
-    _together("tensor_parallel eager text_drafts receipts answer_cache"),
-    _together("tensor_parallel eager pooling"),
+    _together("tensor_parallel expert_parallel eager w8a8 adapters structured budget beam_search events operator split "
+              "fp8_cache offload"),
+    _together("tensor_parallel expert_parallel eager text_drafts receipts answer_cache"),
+    _together("tensor_parallel expert_parallel eager pooling"),
     _together("pipeline eager w8a8 text_drafts structured budget beam_search events fp8_cache operator"),
     _together("pipeline eager w8a16 prompt_embeds split answer_cache"),
     _together("pipeline eager pooling inc"),
@@ -348,6 +355,8 @@ _WORKS: tuple[Works, ...] = (
     _on_gaudi("graphs images any_size split"),
     _on_gaudi("graphs inc"),
     Works(_RANKS, "tensor_parallel", "w8a16 w4a16"),
+    Works("tests/cpu/test_expert_parallel.py::test_a_layer_of_many_ranks_has_the_bits_of_one", "expert_parallel",
+          "w8a16 w4a16"),
     Works("tests/cpu/test_hpu_features.py::test_two_cards_have_the_bits_of_one", "tensor_parallel", "graphs"),
     Works("tests/cuda/test_lora.py::test_mixed_is_each_alone_by_graphs_and_nothing_is_cold", "graphs", "adapters"),
     Works("tests/cuda/test_lora.py::test_beside_float8_weights_mixed_is_each_alone", "graphs", "w8a8"),
@@ -360,19 +369,19 @@ _WORKS: tuple[Works, ...] = (
     Works("tests/cuda/test_elastic.py::test_blocks_come_back_with_their_bits", "graphs", "offload"),
     # A replica is an engine of its own, and a rank is the same process whoever starts it.
     Works(_API + "test_adapters_are_read_by_all", "replicas", "adapters"),
-    Works(_API + "test_replicas_with_ranks_of_their_own", "replicas", "tensor_parallel"),
+    Works(_API + "test_replicas_with_ranks_of_their_own", "replicas", "tensor_parallel expert_parallel"),
     Works(_API + "test_replicas_give_the_bits_of_one_engine", "replicas",
           f"{_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images any_size latents entries "
           "prompt_embeds pooling encoder groups offload split eager compile graphs llvm"),
     # A front sees tokens alone, whatever its pods are; its places are the replicas of the table.
     Works("tests/api/test_front.py::test_a_killed_pod_loses_no_stream", "pods", "replicas"),
     Works("tests/api/test_front.py::test_answers_through_a_front_are_the_answers_of_its_pod", "pods",
-          f"tensor_parallel pipeline ray adapters {_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search "
-          "latents entries pooling encoder groups offload split eager lazy compile graphs llvm"),
+          f"tensor_parallel expert_parallel pipeline ray adapters {_FORMATS} inc fp8_cache {_DRAFTS} structured budget "
+          "beam_search latents entries pooling encoder groups offload split eager lazy compile graphs llvm"),
     # A block that arrives is a block of the tier on the host, and so are blocks that are sent.
     Works("tests/cpu/test_roles.py::test_the_answers_have_the_bits_of_one_process", "roles",
-          f"tensor_parallel eager adapters fp8_cache text_drafts structured budget {_FORMATS} inc latents sleep "
-          "operator updates offload events receipts audit answer_cache split compile llvm"),
+          f"tensor_parallel expert_parallel eager adapters fp8_cache text_drafts structured budget {_FORMATS} inc "
+          "latents sleep operator updates offload events receipts audit answer_cache split compile llvm"),
     # Each of several models has an engine of its own, too.
     Works("tests/api/test_several_models.py::test_each_has_the_bits_of_a_server_of_its_own", "several_models",
           f"adapters {_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images any_size latents entries "
@@ -412,6 +421,10 @@ def _of_batches(name: str) -> Rule:
 RULES: tuple[Rule, ...] = (
     Rule("tp_invariant", lambda s: s.tensor_parallel_size > 1 and s.tp_invariant is False,
          "several devices can only add in the order of tp_invariant: leave it out, or set tensor_parallel_size to 1"),
+    Rule("enable_expert_parallel",
+         lambda s: s.enable_expert_parallel and s.tensor_parallel_size == 1 and not s.tp_invariant,
+         "enable_expert_parallel deals experts to ranks, and there is one: raise tensor_parallel_size, or leave "
+         "enable_expert_parallel out"),
     Rule("distributed_executor_backend",
          lambda s: s.distributed_executor_backend == "ray" and s.tensor_parallel_size * s.pipeline_parallel_size == 1,
          "distributed_executor_backend ray runs the ranks beside the first one: leave it out, or set "

@@ -662,6 +662,10 @@ class Settings:
     pipeline_parallel_size: int = _spread(
         1, "Number of stages, each with a range of layers and `tensor_parallel_size` devices.", low=1, high=64
     )
+    enable_expert_parallel: bool = _spread(
+        False,
+        "Deal whole experts to the devices of `tensor_parallel_size`, instead of dividing each expert among all.",
+    )
     distributed_executor_backend: str = _spread(
         "mp",
         "Processes of the ranks beside the engine: its own processes (`mp`), or actors of Ray on one or several nodes "

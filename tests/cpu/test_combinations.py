@@ -63,7 +63,7 @@ WARM = {"skip_warmup": False, "boot_check": "quick", "on_cold": "raise", "determ
 """Options that check a woken engine as a boot is checked."""
 
 NUMERIC = ("w8a8", "w8a16", "w4a16", "inc", "fp8_cache", "images", "any_size", "latents", "entries", "pooling",
-           "encoder", "states", "groups", "tensor_parallel")  # fmt: skip
+           "encoder", "states", "groups", "tensor_parallel", "expert_parallel")  # fmt: skip
 """Traits that decide the bits of an answer."""
 
 
@@ -113,6 +113,20 @@ class Made:
         return folder
 
     @cache  # noqa: B019 - one object
+    def experts(self) -> Path:
+        """A model of two layers: a dense one, and one with experts."""
+        own = {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0], "num_experts": 4,
+               "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
+               "decoder_sparse_step": 1}  # fmt: skip
+        folder = self.folder / "experts"
+        folder.mkdir()
+        (folder / "config.json").write_text(json.dumps(self.config | own))
+        for path in self.text.iterdir():
+            if path.name != "config.json":
+                (folder / path.name).write_bytes(path.read_bytes())
+        return folder
+
+    @cache  # noqa: B019 - one object
     def states(self) -> Path:
         own = {"architectures": ["Qwen3_5ForCausalLM"], "layer_types": ["linear_attention", "full_attention"]}
         sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 1,
@@ -156,7 +170,7 @@ class Made:
     def model_for(self, names: list[str]) -> Path:
         """Return the folder of a model with the traits of ``names``."""
         special = (kind for kind in ("any_size", "images", "encoder", "latents", "states", "entries") if kind in names)
-        kind = next(special, None)
+        kind = next(special, "experts" if "expert_parallel" in names else None)
         return getattr(self, kind)() if kind else self.text
 
     @cache  # noqa: B019 - one object
@@ -189,6 +203,7 @@ def draft(**config: Any) -> dict[str, Any]:
 
 ASKS: dict[str, Callable[[Made], dict[str, Any]]] = {
     "tensor_parallel": lambda made: {"tensor_parallel_size": 2},
+    "expert_parallel": lambda made: {"enable_expert_parallel": True},
     "pipeline": lambda made: {"pipeline_parallel_size": 2},
     "adapters": lambda made: {"enable_lora": True},
     "inc": lambda made: {"quantization": "inc", "quant_config": made.measured()},

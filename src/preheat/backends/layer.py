@@ -11,6 +11,7 @@ from torch import Tensor
 from preheat.backends.base import ALONE, AdapterSlots, Collective, LayerContext, LayerWeights
 from preheat.ops.float8 import simulate
 from preheat.ops.matmul import finished, tree_sum
+from preheat.ops.moe import combine, visits
 from preheat.ops.values import Finish, Matmul, SumOrder
 
 
@@ -204,6 +205,36 @@ def all_ranks_at_once(parts: Sequence[Tensor], ranks: Collective | None) -> list
     found = all_ranks(torch.cat([part.reshape(-1) for part in parts]), ranks)
     sums = torch.split(found, [part.numel() for part in parts])
     return [mine.view(part.shape) for mine, part in zip(sums, parts, strict=True)]
+
+
+def routed_by_ranks(
+    x: Tensor, choice: tuple[Tensor, Tensor], ranks: Collective, count: int, expert: Callable[[int, Tensor], Tensor]
+) -> Tensor:
+    """Run the chosen experts on the ranks that have them, and return their weighted sum.
+
+    ``choice`` is the result of :func:`preheat.ops.moe.route`. Each rank has ``count`` experts, rank 0 the first ones.
+    ``expert(number, slots)`` returns the rows [n, hidden] of this rank's expert ``number`` for ``slots``, as in
+    :func:`preheat.ops.moe.routed_splits`. Every rank knows all choices. So each rank sends only its own rows, by expert
+    and slot, filled up with zeros to the length of the longest rank. See :mod:`preheat.ops.matmul` for the order of the
+    sum.
+    """
+    chosen, weights = choice
+    places: list[list[Tensor]] = [[] for _ in range(ranks.world)]
+    mine: list[Tensor] = []
+    for number, slots in visits(chosen, count * ranks.world):
+        owner, at = divmod(number, count)
+        places[owner].append(slots)
+        if owner == ranks.rank:
+            mine.append(expert(at, slots))
+    lengths = [sum(map(len, each)) for each in places]
+    sent = x.new_zeros(max(lengths), x.shape[1])
+    if mine:
+        torch.cat(mine, out=sent[: lengths[ranks.rank]])
+    rows = x.new_empty(chosen.numel(), x.shape[1])
+    for each, length, found in zip(places, lengths, ranks.gather(sent).unbind(), strict=True):
+        if each:
+            rows[torch.cat(each)] = found[:length]
+    return combine(rows.view(len(x), chosen.shape[1], -1), weights)
 
 
 def tiles_of_all_ranks(parts: Sequence[Tensor], ranks: Collective) -> list[Tensor]:

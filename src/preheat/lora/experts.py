@@ -66,7 +66,7 @@ def stacks_of(raw: str, spec: ModelSpec) -> list[Stack]:
             gate_up, down = replace(own, inner=own.whole_inner).matrices
             for parts, size in (((own.gate, own.up), gate_up), ((own.down,), down)):
                 name = _parameter(module, parts, spec)
-                found += [Stack(raw, name, parts, own.num_experts, *size)] if name else []
+                found += [Stack(raw, name, parts, own.whole_experts, *size)] if name else []
     return found
 
 

@@ -41,7 +41,7 @@ class AdapterModule(NamedTuple):
 
     ``layer`` is the number of its layer, ``part`` its part there. ``order`` lists the module's rows in the layer's
     order, only the rank's own rows on a shard; None: all rows as stored. ``columns`` are the rank's inputs, None: all.
-    Scales of adapters are multiplied by ``scale``.
+    Scales of adapters are multiplied by ``scale``. ``held``: the rank has the module; other ranks have other experts.
     """
 
     layer: int
@@ -51,6 +51,7 @@ class AdapterModule(NamedTuple):
     outputs: int
     scale: float = 1.0
     columns: tuple[int, int] | None = None
+    held: bool = True
 
 
 class ModelAdapterSlots:
@@ -116,8 +117,10 @@ class ModelAdapterSlots:
         gated = AdapterModule(len(self._layers), 0, rows, spec.hidden, spec.whole_inner)
         down = AdapterModule(len(self._layers), 0, None, spec.whole_inner, spec.hidden, columns=spec.kept)
         modules = gated, gated, down
-        for part, name in enumerate(spec.modules):
-            self._modules[name] = modules[part % len(modules)]._replace(part=part)
+        for at, name in enumerate(spec.modules):
+            number, part = divmod(at, len(modules))
+            own = (number - spec.first) * len(modules) + part
+            self._modules[name] = modules[part]._replace(part=own, held=number in spec.numbers)
         self._add(layer)
 
     def _add(self, layer: Layer | ExpertsLayer | Embedding) -> None:
@@ -139,6 +142,8 @@ class ModelAdapterSlots:
         parts: list[dict[int, LowRankPair]] = [{} for _ in self._layers]
         for name, each in factors.items():
             module = self._modules[name]
+            if not module.held:
+                continue
             a = each.a if module.columns is None else each.a[:, slice(*module.columns)]
             b = each.b if module.order is None else each.b[module.order]
             parts[module.layer][module.part] = LowRankPair(a, b, each.scale * module.scale)

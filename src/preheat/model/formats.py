@@ -92,10 +92,10 @@ class Plain:
         if spec.kept is not None:
             rows = Piece((spec.stored_inner, hidden), spec.kept)
             columns = Piece((hidden, spec.stored_inner), (0, hidden), spec.kept)
-        for expert in range(count):
-            loader.source.fill(f"{spec.gate.format(expert)}.weight", gate_up[expert, :inner], rows)
-            loader.source.fill(f"{spec.up.format(expert)}.weight", gate_up[expert, inner:], rows)
-            loader.source.fill(f"{spec.down.format(expert)}.weight", down[expert], columns)
+        for at, expert in enumerate(spec.numbers):
+            loader.source.fill(f"{spec.gate.format(expert)}.weight", gate_up[at, :inner], rows)
+            loader.source.fill(f"{spec.up.format(expert)}.weight", gate_up[at, inner:], rows)
+            loader.source.fill(f"{spec.down.format(expert)}.weight", down[at], columns)
         return ExpertsWeights(gate_up, down)
 
 

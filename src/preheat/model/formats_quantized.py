@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 def expert_modules(spec: ExpertsSpec) -> Iterator[tuple[str, Shape]]:
     """Yield name and shape of every module of the experts."""
-    for expert in range(spec.num_experts):
+    for expert in spec.numbers:
         yield spec.gate.format(expert), (spec.inner, spec.hidden)
         yield spec.up.format(expert), (spec.inner, spec.hidden)
         yield spec.down.format(expert), (spec.hidden, spec.inner)
@@ -107,10 +107,10 @@ class QuantizedFormat(ABC):
         scheme, count, inner = _scheme(spec), spec.num_experts, spec.whole_inner
         matrices = replace(spec, inner=inner).matrices
         gate_up, down = (loader.empty_weight(scheme, count, *shape) for shape in matrices)
-        for expert in range(count):
-            self.read(spec.gate.format(expert), gate_up.part(expert, slice(0, inner)), loader)
-            self.read(spec.up.format(expert), gate_up.part(expert, slice(inner, 2 * inner)), loader)
-            self.read(spec.down.format(expert), down.part(expert), loader)
+        for at, expert in enumerate(spec.numbers):
+            self.read(spec.gate.format(expert), gate_up.part(at, slice(0, inner)), loader)
+            self.read(spec.up.format(expert), gate_up.part(at, slice(inner, 2 * inner)), loader)
+            self.read(spec.down.format(expert), down.part(at), loader)
         if spec.kept is not None:
             first, last = spec.kept
             gate_up = gate_up.cut((spec.kept, (inner + first, inner + last)), None)

@@ -6,6 +6,8 @@ layers that read them (the attention's output, down) by columns. Key/value heads
 ranks. Latent vectors, and the layer that makes them, are on every rank. All other parts, the table of embeddings and
 the norms too, are on every rank.
 
+With ``--enable-expert-parallel`` experts are not cut: rank r of W has the experts [r * E / W, (r + 1) * E / W) of E.
+
 A layer is cut in the same way on one rank as on many, so that bits do not depend on the number of ranks. Rows are cut
 into tiles, one product each, and columns into K splits (:mod:`preheat.ops.matmul`).
 """
@@ -131,17 +133,26 @@ class _Cut:
         if spec.experts.bias:
             raise _not_yet("experts with biases")
         _require_known(spec.experts)
-        mine = self._mine("intermediate numbers of an expert", spec.experts.inner)
-        self._require_whole_groups(spec.experts, "intermediate numbers of an expert", spec.experts.inner)
-        experts = replace(
-            spec.experts,
-            inner=mine[1] - mine[0],
-            kept=mine,
-            stored_inner=spec.experts.inner,
-            k_splits=self._own_k_splits,
-        )
         shared = spec.shared and replace(spec.shared, block=self.dense(spec.shared.block))
-        return replace(spec, experts=experts, shared=shared)
+        return replace(spec, experts=self._experts(spec.experts), shared=shared)
+
+    def _experts(self, spec: ExpertsSpec) -> ExpertsSpec:
+        """Deal whole experts to the ranks, or cut the inner numbers of each."""
+        if spec.dealt:
+            count, world = spec.num_experts, self.world
+            if count % world:
+                raise ModelError(
+                    f"--enable-expert-parallel: the model's {count:,} experts cannot be dealt to {world} ranks in "
+                    "equal numbers; lower --tensor-parallel-size, or leave --enable-expert-parallel out",
+                    param="enable_expert_parallel",
+                )
+            mine = count // world
+            return replace(spec, num_experts=mine, first=self.rank * mine, stored_experts=count)
+        kept = self._mine("intermediate numbers of an expert", spec.inner)
+        self._require_whole_groups(spec, "intermediate numbers of an expert", spec.inner)
+        return replace(
+            spec, inner=kept[1] - kept[0], kept=kept, stored_inner=spec.inner, k_splits=self._own_k_splits
+        )  # fmt: skip
 
     def head(self, spec: LinearSpec) -> LinearSpec:
         """Cut the head into tiles of equal size but for the last.

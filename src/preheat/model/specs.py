@@ -303,6 +303,9 @@ class ExpertsSpec:
     In the checkpoint each expert has the modules ``gate``, ``up`` and ``down``; {} in their names is the expert's
     number. Formats of stacked experts have gate and up in one module. ``bias``: both layers have one. A shard has
     ``kept`` [from, to) of the checkpoint's ``stored_inner`` numbers, summed in ``k_splits`` splits.
+
+    ``dealt``: ranks have whole experts instead. A shard then has ``num_experts`` experts of the checkpoint's
+    ``stored_experts``, from number ``first`` on.
     """
 
     gate: str
@@ -318,6 +321,9 @@ class ExpertsSpec:
     kept: tuple[int, int] | None = None
     stored_inner: int = 0
     k_splits: int = 0
+    dealt: bool = False
+    first: int = 0
+    stored_experts: int = 0
 
     @property
     def params(self) -> int:
@@ -334,9 +340,19 @@ class ExpertsSpec:
         return self.stored_inner or self.inner
 
     @property
+    def numbers(self) -> range:
+        """Numbers of the experts, as the router has them."""
+        return range(self.first, self.first + self.num_experts)
+
+    @property
+    def whole_experts(self) -> int:
+        """Number of the checkpoint's experts."""
+        return self.stored_experts or self.num_experts
+
+    @property
     def modules(self) -> Iterator[str]:
-        """The modules of all experts."""
-        return (name.format(each) for each in range(self.num_experts) for name in (self.gate, self.up, self.down))
+        """The modules of all experts of the checkpoint."""
+        return (name.format(each) for each in range(self.whole_experts) for name in (self.gate, self.up, self.down))
 
     def weight_bytes(self, itemsize: int) -> int:
         """Return the bytes of all experts on a device."""
@@ -427,7 +443,7 @@ class MoeSpec:
     @property
     def share(self) -> float:
         """Share of the experts that a token visits."""
-        return self.top_k / self.experts.num_experts
+        return self.top_k / self.experts.whole_experts
 
 
 MlpSpec = DenseSpec | MoeSpec

@@ -110,7 +110,7 @@ def experts_of(spec: MoeSpec, dtype: Dtype, room: AdapterLimits | None = None) -
         gate_up, down = replace(gate_up, terms=(first,)), replace(down, terms=(last,))
     return Experts(
         gate_up=gate_up, down=down, routing=routing, corrected=spec.correction is not None,
-        weighted=spec.weighted is not None,
+        weighted=spec.weighted is not None, own=(own.numbers.start, own.numbers.stop) if own.stored_experts else None,
     )  # fmt: skip
 
 

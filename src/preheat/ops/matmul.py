@@ -40,6 +40,12 @@ fp32, rounded, and the products are added in slot order in fp32; the sum is roun
 Where ranks share the inner numbers, a split is the sum over a token's experts, in slot order in fp32, of the weight
 times the expert's split; splits are then added in the tree and rounded once. Slots first, then splits, then ranks.
 
+Where ranks have whole experts, each rank has all tokens, and computes the rows of its own experts. A row has the bits
+that it has on one rank, rounded to the dtype; the terms of adapters are added to it before. Ranks gather these rows.
+Nothing is converted or added on the way, and each slot's row comes from one rank. Then every rank multiplies the rows
+by their weights and adds them in slot order, as above. So the sum has the bits of experts that no ranks share, on any
+number of ranks.
+
 An expert's three matrices are adapted like layers of their own, for the rows that visit it. The terms of gate and up
 read the expert's input and come before the activation. The term of down reads the activation's result, rounded to the
 dtype, and comes before the row is weighted. Where down is split there is no row of one expert to add to. There a

@@ -203,7 +203,8 @@ class Experts:
 
     ``gate_up`` ends with a gated activation. Each expert may have biases. ``routing`` says how a token's experts are
     chosen and weighted. ``corrected``: a vector is added to the scores for the choice. ``weighted``: each expert has a
-    factor of its weight.
+    factor of its weight. ``own``: ranks have whole experts, and this rank the numbers [from, to); its matrices are of
+    these experts alone. None: the rank has a part of every expert.
     """
 
     gate_up: Matmul
@@ -211,6 +212,7 @@ class Experts:
     routing: Routing
     corrected: bool = False
     weighted: bool = False
+    own: tuple[int, int] | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

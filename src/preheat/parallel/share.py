@@ -135,4 +135,5 @@ def contract_parts(settings: Settings) -> dict[str, object]:
     """
     world, stages = settings.tensor_parallel_size, settings.pipeline_parallel_size
     sums = {"sums": f"{k_splits_of(world)} K splits in a tree", "ranks": world} if sums_k_splits(settings) else {}
-    return {**sums, **({"stages": stages} if stages > 1 else {})}
+    experts = {"experts": "whole, on one rank each"} if settings.enable_expert_parallel else {}
+    return {**sums, **experts, **({"stages": stages} if stages > 1 else {})}

@@ -75,7 +75,7 @@ _BUCKETS = (
 )
 _RANKS = "ranks are processes of one host, or of several nodes through Ray, see docs/parallel.md"
 _REPLICAS = "the replicas of --data-parallel-size are processes of one host, behind one server: leave it out"
-_EXPERTS = "experts are spread by --tensor-parallel-size"
+_EXPERTS = "experts are dealt in order to the ranks of --tensor-parallel-size, by --enable-expert-parallel"
 _CHECKPOINT = "checkpoints are read in one way: config.json, safetensors and tokenizer.json of one directory"
 _NO_CODE = "code is never loaded by name"
 _IMAGES = "images are always read as docs/images.md describes"
@@ -109,7 +109,7 @@ REFUSED: Mapping[str, str] = {
     "one HTTP process serves all replicas; for more, run several servers behind a load balancer": (
         "--api-server-count=1"
     ),
-    _EXPERTS: """--enable-expert-parallel --enable-ep-weight-filter --enable-elastic-ep --elastic-ep-max-dp-size=
+    _EXPERTS: """--enable-ep-weight-filter --enable-elastic-ep --elastic-ep-max-dp-size=
         --enable-eplb --eplb-config={} --num-redundant-experts=0 --eplb-window-size= --eplb-step-interval=
         --eplb-log-balancedness --expert-placement-strategy=linear""",
     "a step is always one batch": """--enable-dbo --dbo-prefill-token-threshold= --dbo-decode-token-threshold=

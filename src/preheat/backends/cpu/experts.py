@@ -21,7 +21,7 @@ from preheat.backends.cpu.linear import REFERENCES, packed_linear, proven_size
 from preheat.backends.cpu.lowrank import Shrunk, SlotTable, expand, shrink
 from preheat.backends.cpu.products import products_of
 from preheat.backends.cpu.quantized import fp8_linear
-from preheat.backends.layer import Products, all_ranks, all_ranks_at_once
+from preheat.backends.layer import Products, all_ranks, all_ranks_at_once, routed_by_ranks
 from preheat.ops.activation import ACTIVATIONS, silu_and_mul
 from preheat.ops.kinds import Activation, ActivationScales
 from preheat.ops.matmul import NOTHING, add_delta, tree_sum
@@ -60,12 +60,13 @@ class ExpertsLayer:
         if not self._coded:
             _prove(value.gate_up)
             _prove(value.down)
+        self._dealt = value.own is not None
         self._operation: Callable[..., Tensor] = _fp8_experts if self._coded else _experts
         self._operands = self._all_operands(value)
 
     def _all_operands(self, value: Experts) -> tuple[Any, ...]:
-        """Return the operands of the single operation; none for split inputs."""
-        if self._split:
+        """Return the operands of the single operation; none if ranks exchange."""
+        if self._split or self._dealt:
             return ()
         more = self._correction, self._factors, *value.routing
         layers = [[each.parts[0].operands for each in layer] for layer in (self._gate_up, self._down)]
@@ -92,6 +93,9 @@ class ExpertsLayer:
         def expert(number: int, slots: Tensor) -> list[Tensor]:
             return self._expert(number, x[slots // chosen.shape[1]], slots, shrunk)
 
+        if self._dealt:
+            assert self._ranks is not None, "there is at least one rank"
+            return routed_by_ranks(x, (chosen, weights), self._ranks, self._count, lambda *of: expert(*of)[0])
         sums = routed_splits(x, chosen, weights, self._count, expert)
         if not self._split:
             return sums[0]

@@ -34,6 +34,7 @@ FACTS = Facts(
     plain_experts="nobody has written the biases of experts and the sinks of attention there",
     defaults={"bucketing_policy": "split", "config_hidden_layers": 1},
     lacks={
+        ("expert_parallel",): "nobody has written the exchange of experts' rows there",
         ("groups",): "its attention kernels read one block table",
         ("states",): "it has no kernel for layers with states yet",
         ("encoder",): "its attention kernels read no key behind a token",

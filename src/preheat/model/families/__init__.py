@@ -44,7 +44,7 @@ from preheat.model.families.heads import classifying_decoder, with_classifier, w
 from preheat.model.families.needs import need_of
 from preheat.model.formats import expected_tensors
 from preheat.model.quantization import quantized
-from preheat.model.specs import LayerSpec, ModelSpec, base_model
+from preheat.model.specs import LayerSpec, ModelSpec, MoeSpec, base_model
 from preheat.settings import Settings
 from preheat.utils.encoders import CLASSIFIER, TOKENS, encoder_name
 from preheat.utils.text import misspelled
@@ -183,10 +183,32 @@ def _unsupported(values: Mapping[str, Any]) -> ModelError:
 def spec_of(values: Mapping[str, Any], settings: Settings) -> ModelSpec:
     """Return the spec to load by these settings.
 
-    It is the spec of :func:`read_spec`, without an unused encoder.
+    It is the spec of :func:`read_spec`, without an unused encoder, and with experts that are dealt whole to ranks if
+    the settings say so.
     """
     spec = read_spec(values, settings.quantization)
-    return without_images(spec) if settings.language_model_only else spec
+    spec = without_images(spec) if settings.language_model_only else spec
+    return deal_experts(spec) if settings.enable_expert_parallel else spec
+
+
+def deal_experts(spec: ModelSpec) -> ModelSpec:
+    """Return ``spec`` with experts to be dealt whole to ranks.
+
+    Raises ModelError for a model without experts.
+    """
+
+    def dealt(_: int, layer: LayerSpec) -> LayerSpec:
+        if not isinstance(layer.mlp, MoeSpec):
+            return layer
+        return replace(layer, mlp=replace(layer.mlp, experts=replace(layer.mlp.experts, dealt=True)))
+
+    found = with_layers(spec, dealt)
+    if found == spec:
+        raise ModelError(
+            "--enable-expert-parallel: the model has no experts; leave --enable-expert-parallel out",
+            param="enable_expert_parallel",
+        )
+    return found
 
 
 def without_images(spec: ModelSpec) -> ModelSpec:
