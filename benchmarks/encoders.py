@@ -1,7 +1,8 @@
 """Texts a second of engines of embeddings, and the time of a single query, in turns.
 
     python -m benchmarks encoders [--models minilm bge-base bge-large] [--texts 2000] [--queries 40] [--runs 3]
-        [--python sentence-transformers=ENVIRONMENT/bin/python --python onnxruntime=ENVIRONMENT/bin/python]
+        [--python sentence-transformers=ENVIRONMENT/bin/python --python onnxruntime=ENVIRONMENT/bin/python
+        --python ctranslate2=ENVIRONMENT/bin/python]
     python -m benchmarks encoders --device cuda --models bge-large [--python sentence-transformers=...]
 
 Models are random, of the shapes of all-MiniLM-L6-v2, bge-base and bge-large, and pool the mean. On a GPU preheat and
@@ -37,6 +38,7 @@ ENGINES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "sentence-transformers": ("sentence-transformers", {"dtype": "float32"}),
     "sentence-transformers bf16": ("sentence-transformers", {"dtype": "bfloat16"}),
     "ONNX Runtime": ("onnxruntime", {"dtype": "float32"}),
+    "CTranslate2": ("ctranslate2", {"dtype": "float32"}),
 }
 """Engines by their names: the class in :mod:`benchmarks.common.encoder_engine`, and options."""
 
