@@ -224,3 +224,47 @@ _PROJECTS = {"PIL": "pillow", "yaml": "pyyaml", "zmq": "pyzmq", "prometheus_clie
 
 def _normal(requirement: str) -> str:
     return re.split(r"[<>=\[; ]", requirement.lower().replace("_", "-"))[0]
+
+
+# The specs of a model name one another: a tree in several files.
+ONE_TREE = {
+    "model.specs",
+    "model.grid_specs",
+    "model.latent_specs",
+    "model.layer_input_specs",
+    "model.recurrence_specs",
+}
+
+
+def at_import(tree: ast.AST) -> set[str]:
+    """Return the modules of preheat that ``tree`` names outside of functions, also for types alone."""
+    found: set[str] = set()
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.ImportFrom) and node.module is not None:
+            found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+        elif isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            found |= at_import(node)
+    return {name.removeprefix("preheat.") for name in found}
+
+
+def in_circles(graph: dict[str, set[str]]) -> set[str]:
+    """Return the nodes of ``graph`` that lie on a circle, or between two circles."""
+    left = dict(graph)
+    while True:
+        named = set[str]().union(*left.values())
+        ends = {name for name, names in left.items() if not names & set(left) or name not in named}
+        if not ends:
+            return set(left)
+        left = {name: names for name, names in left.items() if name not in ends}
+
+
+def test_modules_import_in_no_circle_also_not_for_types():
+    graph = {name_of(path): at_import(ast.parse(path.read_text())) - {name_of(path)} for path in MODULES}
+    assert in_circles(graph) <= ONE_TREE
+
+
+def test_the_search_for_circles_can_fail():
+    assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {"b", "c"}
+    assert at_import(ast.parse("if TYPE_CHECKING:\n    from preheat.b import C\n")) == {"b", "b.C"}
