@@ -12,7 +12,7 @@ codes and scales from :func:`preheat.backends.cuda.quantize.quantize_rows` for t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import triton
@@ -154,8 +154,7 @@ class QuantizedInput:
     plain: bool = False
 
     def norm(self, norm: Norm, x: Tensor, residual: Tensor | None) -> QuantizedRows:
-        assert isinstance(norm, CudaNorm)
-        return norm.quantized(x, residual, self)
+        return cast(CudaNorm, norm).quantized(x, residual, self)
 
     def same(self, other: FusedInput) -> bool:
         return isinstance(other, QuantizedInput) and self.kind == other.kind and self.static is other.static
