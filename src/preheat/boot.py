@@ -311,7 +311,9 @@ def _known_peak(given: Given, loaded: Loaded, plan: Plan) -> int | None:
     """
     if not given.device.backend.facts.on_host:
         return None
-    last = last_record(cache_root(given.device.settings), fingerprint(_identity(given, loaded, plan)))
+    if (root := cache_root(given.device.settings)) is None:
+        return None
+    last = last_record(root, fingerprint(_identity(given, loaded, plan)))
     found = -1 if last is None else last.memory.get(PROFILING_RUN, -1)
     return found if found >= 0 else None
 

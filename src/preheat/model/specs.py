@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, fields, is_dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar, cast
 
 from preheat.cache_groups import Entry
@@ -940,14 +940,21 @@ def leaves(node: object, path: str = "") -> Iterator[tuple[str, Leaf]]:
     if isinstance(node, Leaf):
         yield path, node
         return
-    children: Iterable[tuple[object, object]] = ()
+    children: Iterable[tuple[object, Any]] = ()
     if isinstance(node, tuple):
         children = enumerate(node)
-    elif is_dataclass(node):
+    elif names := _field_names(cast(Any, type(node))):
         absent = node.elsewhere if isinstance(node, ModelSpec) else ()
-        children = ((field.name, getattr(node, field.name)) for field in fields(node) if field.name not in absent)
+        children = ((name, getattr(node, name)) for name in names if name not in absent)
     for name, child in children:
-        yield from leaves(child, _below(path, name))
+        if isinstance(child, tuple) or _field_names(cast(Any, type(child))):  # most fields are numbers and words
+            yield from leaves(child, _below(path, name))
+
+
+@cache
+def _field_names(kind: Any) -> tuple[str, ...]:
+    """Return the names of a dataclass's fields, none of another type."""
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
 
 
 def with_leaves(node: N, change: Callable[[str, Leaf], Leaf], path: str = "") -> N:

@@ -47,17 +47,22 @@ def padding_by_phase(dispatcher: Dispatcher, *, context: bool = True) -> dict[st
 
 
 def _measure(dispatcher: Dispatcher, sizes: Iterable[StepSize], spread: str, context: bool) -> Padding:
-    extra, worst, worst_need, count = 0.0, -1.0, "", 0
+    extra, worst, worst_need, count, added, before = 0.0, -1.0, "", 0, 0.0, None
     for size in sizes:
-        exact, padded = _exact(size), dispatcher.peek(size)
-        if not context:
-            exact, padded = exact.without_context(), padded.without_context()
-        asked = padded_work(exact)
-        added = padded_work(padded) / asked - 1
+        if size != before:  # a small plan has fewer sizes than samples, and equal ones follow each other
+            added, before = _added(dispatcher, size, context), size
         extra, count = extra + added, count + 1
         if added > worst:
             worst, worst_need = added, str(size)
     return Padding(extra / count, worst, worst_need, count, spread)
+
+
+def _added(dispatcher: Dispatcher, size: StepSize, context: bool) -> float:
+    """Return the work that padding adds to a step of ``size``, relative to its work without padding."""
+    exact, padded = _exact(size), dispatcher.peek(size)
+    if not context:
+        exact, padded = exact.without_context(), padded.without_context()
+    return padded_work(padded) / padded_work(exact) - 1
 
 
 def _exact(size: StepSize) -> Bucket:

@@ -17,7 +17,7 @@ import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cached_property
+from functools import cache, cached_property
 from hashlib import sha256
 from importlib import metadata
 from pathlib import Path
@@ -204,13 +204,16 @@ def versions() -> dict[str, str | None]:
 
     A version is None if the library is not installed. Nothing is imported.
     """
-    found: dict[str, str | None] = {"preheat": __version__, "python": platform.python_version()}
-    for name in LIBRARIES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    return found
+    return {"preheat": __version__, "python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}}
+
+
+@cache
+def _version(library: str) -> str | None:
+    """Return the version of an installed library, read once a process, or None."""
+    try:
+        return metadata.version(library)
+    except metadata.PackageNotFoundError:
+        return None
 
 
 def processor() -> list[str]:
