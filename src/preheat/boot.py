@@ -28,9 +28,9 @@ from preheat.engine.listeners import STEP_EVENTS, with_step_log
 from preheat.engine.loop import EngineSide, Loop, SilentListener
 from preheat.errors import NotInvariant, SettingsError
 from preheat.execution.build import Assembly, build, select_linear_kernels
+from preheat.execution.draft_head import make_drafter
 from preheat.execution.draft_model import DraftModel
 from preheat.execution.drafting import load_draft, make_drafting, make_proposer
-from preheat.execution.eagle import make_drafter
 from preheat.execution.executor import Executor
 from preheat.execution.input_batch import Packer
 from preheat.execution.memory_audit import AuditedMemory, Named, weights_of
@@ -44,7 +44,7 @@ from preheat.kv_transfer.sends import Sends
 from preheat.kv_transfer.server import BlockServer
 from preheat.limits import check_ends
 from preheat.lora.boot import adapter_parts, open_adapters
-from preheat.model.eagle import LoadedHead
+from preheat.model.draft_head import LoadedHead
 from preheat.model.families import read_spec
 from preheat.model.files import find_model, find_tokenizer, read_config, weight_files
 from preheat.model.loader import LoadedModel, load_model, obstacle

@@ -84,6 +84,7 @@ TRAITS: Mapping[str, Trait] = MappingProxyType({
         "drafts from text or grammars", "speculative_config", _drafts("ngram", "suffix", "grammar")),
     "draft_model": Trait("a draft model", "speculative_config", _drafts("draft_model")),
     "eagle3": Trait("drafts of an EAGLE-3 head", "speculative_config", _drafts("eagle3")),
+    "mtp": Trait("drafts of the checkpoint's own layer", "speculative_config", _drafts("mtp")),
     "structured": Trait("structured outputs", "", None, _ASKED),
     "budget": Trait("budgets of reasoning", "", None, _ASKED),
     "beam_search": Trait("beam search", "", None, _ASKED),
@@ -114,7 +115,7 @@ TRAITS: Mapping[str, Trait] = MappingProxyType({
 })  # fmt: skip
 """Every trait by its key. Keys of quantized layers are kinds of :class:`preheat.ops.kinds.Scheme`."""
 
-ONE_OF = ("eager lazy compile graphs llvm", "text_drafts draft_model eagle3")
+ONE_OF = ("eager lazy compile graphs llvm", "text_drafts draft_model eagle3 mtp")
 """Groups of exclusive traits: an engine has at most one of each group."""
 
 
@@ -143,20 +144,24 @@ def pairs(row: Row) -> Iterator[tuple[str, str]]:
     return ((left, right) for left in row.left.split() for right in row.right.split() if left != right)
 
 
-_DRAFTS, _FORMATS = "text_drafts draft_model eagle3", "w8a8 w8a16 w4a16"
-_GAUDI = "adapters w8a8 eagle3 pooling sleep updates offload pipeline replicas several_models"
+_DRAFTS, _FORMATS = "text_drafts draft_model eagle3 mtp", "w8a8 w8a16 w4a16"
+_GAUDI = "adapters w8a8 eagle3 mtp pooling sleep updates offload pipeline replicas several_models"
 
 _REFUSED: tuple[Refused, ...] = (
     Refused("inc", "tensor_parallel expert_parallel", "its ranges are measured for whole layers, and ranks hold parts"),
     Refused("inc", "adapters", "linear layers of INC's files have no slots for adapters"),
     Refused("inc", _FORMATS, "it rounds a checkpoint that is not quantized", yet=False),
-    Refused("draft_model eagle3", "tensor_parallel expert_parallel pipeline",
+    Refused("draft_model eagle3 mtp", "tensor_parallel expert_parallel pipeline",
             "only the first rank would have the draft's weights"),
     Refused(_DRAFTS, "split", "speculation needs steps that mix prompts and decoding", yet=False),
     Refused("compile", "tensor_parallel pipeline", "the exchange between ranks cannot be compiled"),
     Refused("compile", "adapters", "compiled regions do not apply adapters"),
     Refused("eagle3", "images any_size", "no EAGLE-3 head was trained for a model that sees images"),
     Refused("eagle3", "compile", "the head reads states between layers, and compiled regions do not give them"),
+    Refused("mtp", "images any_size entries", "no model of such kind has a layer that predicts ahead"),
+    Refused("mtp", "compile llvm", "no model with a layer that predicts ahead runs in this mode"),
+    Refused("mtp", "inc", "its files have no ranges of a layer that predicts ahead"),
+    Refused("mtp", "graphs", "no GPU has run a layer that predicts ahead"),
     Refused("images any_size", "tensor_parallel expert_parallel", "only the first rank would get them"),
     Refused("images any_size", "pipeline", "every stage would load the encoder of images"),
     Refused("sleep updates", "tensor_parallel expert_parallel pipeline",
@@ -171,7 +176,7 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("replicas tensor_parallel expert_parallel pipeline ray", "several_models",
             "nobody has tried engines of several devices beside each other"),
     Refused("ray", "replicas", "let Ray Serve run the replicas, as docs/ray.md says", yet=False),
-    Refused("ray", "draft_model eagle3 images any_size sleep offload updates compile",
+    Refused("ray", "draft_model eagle3 mtp images any_size sleep offload updates compile",
             "with Ray an engine has ranks, and ranks do not support this feature"),
     Refused("adapters", "pipeline", "a stage cannot read an adapter's matrices for the layers of other stages"),
     Refused("expert_parallel", "compile lazy graphs llvm", "only a CPU in mode eager exchanges rows of experts"),
@@ -179,7 +184,7 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("expert_parallel", "groups states encoder audit", "ranks do not support the feature"),
     Refused("prompt_embeds", "tensor_parallel expert_parallel", "only the first rank would get them"),
     Refused("prompt_embeds", "images any_size", "both fill positions between a prompt's tokens"),
-    Refused("prompt_embeds", "draft_model eagle3", "the draft would have no tokens to read"),
+    Refused("prompt_embeds", "draft_model eagle3 mtp", "the draft would have no tokens to read"),
     Refused("encoder", "tensor_parallel pipeline ray", "an encoder fits one device, and nobody has tried ranks"),
     Refused("encoder", "adapters images any_size prompt_embeds", "an encoder reads only text", yet=False),
     Refused("encoder", f"{_DRAFTS} structured budget beam_search", "an encoder generates nothing", yet=False),
@@ -214,7 +219,7 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("pooling", "images any_size prompt_embeds", "an engine that pools reads only text"),
     Refused("pooling", f"{_DRAFTS} structured budget beam_search", "an engine that pools generates nothing", yet=False),
     Refused("groups", "tensor_parallel pipeline ray", "ranks are sent one block table for each sequence"),
-    Refused("groups", "draft_model eagle3", "a draft's cache has the blocks of one group"),
+    Refused("groups", "draft_model eagle3 mtp", "a draft's cache has the blocks of one group"),
     Refused("groups", "offload", "nobody has shown that a block returns from the host in all groups or in none"),
     Refused("groups", "split", "the two phases count one kind of block"),
     Refused("groups", "images any_size", "nobody has tried images with windows of their own tables"),
@@ -223,7 +228,7 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("llvm", "tensor_parallel pipeline ray", "compiled layers exchange nothing with other ranks"),
     Refused("llvm", "w8a8 inc", "no compiled function reads inputs in float8"),
     Refused("roles", "pooling encoder", "it decodes nothing, so no other engine needs its blocks", yet=False),
-    Refused("roles", "draft_model eagle3", "a block would need its part of the draft's cache"),
+    Refused("roles", "draft_model eagle3 mtp", "a block would need its part of the draft's cache"),
     Refused("roles", "entries", "nobody has tried to send blocks with entries of several sizes"),
     Refused("roles", "groups", "nobody has shown that a block arrives in all groups or in none"),
     Refused("roles", "states", "no state is sent with the blocks"),
@@ -302,6 +307,9 @@ _WORKS: tuple[Works, ...] = (
     _together("eager latents split w4a16 prompt_embeds"),
     _together("eager latents pooling w8a8 sleep updates"),
     _together("eager latents draft_model"),
+    _together("eager latents mtp adapters w8a16 structured budget beam_search fp8_cache offload events operator "
+              "receipts answer_cache audit"),
+    _together("eager latents mtp w8a8 w4a16 sleep updates"),
     _together("graphs latents"),
     _together("tensor_parallel expert_parallel eager latents"),
     _together("eager entries groups adapters w8a16 text_drafts structured budget beam_search fp8_cache events "
@@ -336,6 +344,7 @@ _WORKS: tuple[Works, ...] = (
     _together("eager states structured budget beam_search fp8_cache operator split receipts answer_cache events"),
     _together("eager states text_drafts structured budget beam_search fp8_cache events operator sleep"),
     _together("eager states draft_model structured sleep"),
+    _together("eager states mtp structured"),
     _together("llvm eagle3 sleep updates w4a16 structured"),
     _together("tensor_parallel expert_parallel eager w8a8 adapters structured budget beam_search events operator split "
               "fp8_cache offload"),

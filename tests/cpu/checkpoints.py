@@ -361,6 +361,24 @@ def save_qwen3_5_with_images(folder: Path) -> Callable[[Tensor], Tensor]:
     return lambda tokens: model(tokens[None]).logits[0].detach()
 
 
+def draw_weights(module: torch.nn.Module, family: str) -> None:
+    """Draw the weights of a ``module`` of ``family`` at random, so that numbers keep their size from layer to layer."""
+    with torch.no_grad():
+        for name, weight in module.named_parameters():
+            if weight.dim() >= 2:
+                weight.normal_(std=weight.shape[-1] ** -0.5)
+            elif name.endswith("A_log"):  # decays of some tokens to some hundred
+                weight.normal_(mean=-3.0, std=1.5)
+            else:
+                around = ("norm" in name and family not in PLUS_ONE) or ".ln_" in name or name.endswith("scale")
+                weight.normal_(mean=float(around), std=0.1)
+        for name, numbers in module.named_buffers():
+            if "correction" in name:
+                numbers.normal_(std=0.1)
+            if "layer_scalar" in name:
+                numbers.uniform_(0.8, 1.2)
+
+
 def save_checkpoint(model: Model, folder: Path, *, shard: str = "1GB", seed: int = 0) -> Callable[[Tensor], Tensor]:
     """Write a random checkpoint and return its reference.
 
@@ -373,20 +391,7 @@ def save_checkpoint(model: Model, folder: Path, *, shard: str = "1GB", seed: int
     kind = getattr(transformers, f"{family}ForCausalLM")
     config = kind.config_class(**SMALL | changes, attn_implementation="eager", experts_implementation="eager")
     reference = kind(config).eval()
-    with torch.no_grad():
-        for name, weight in reference.named_parameters():
-            if weight.dim() >= 2:
-                weight.normal_(std=weight.shape[-1] ** -0.5)
-            elif name.endswith("A_log"):  # decays of some tokens to some hundred
-                weight.normal_(mean=-3.0, std=1.5)
-            else:
-                around = ("norm" in name and family not in PLUS_ONE) or ".ln_" in name or name.endswith("scale")
-                weight.normal_(mean=float(around), std=0.1)
-        for name, numbers in reference.named_buffers():
-            if "correction" in name:
-                numbers.normal_(std=0.1)
-            if "layer_scalar" in name:
-                numbers.uniform_(0.8, 1.2)
+    draw_weights(reference, family)
     reference.save_pretrained(folder, max_shard_size=shard)
 
     @torch.inference_mode()

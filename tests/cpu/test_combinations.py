@@ -144,7 +144,7 @@ class Made:
         own = {"architectures": ["DeepseekV3ForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 4}
         sizes = {"q_lora_rank": 32, "kv_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
                  "v_head_dim": 32, "moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
-                 "num_experts_per_tok": 2, "first_k_dense_replace": 1}  # fmt: skip
+                 "num_experts_per_tok": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}  # fmt: skip
         folder = self.folder / "latents"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(self.config | own | sizes))
@@ -211,6 +211,7 @@ ASKS: dict[str, Callable[[Made], dict[str, Any]]] = {
     "text_drafts": lambda made: draft(method="ngram"),
     "draft_model": lambda made: draft(model=str(made.text)),
     "eagle3": lambda made: draft(method="eagle3", model=made.head()),
+    "mtp": lambda made: draft(method="mtp"),
     "prompt_embeds": lambda made: {"enable_prompt_embeds": True},
     "budget": lambda made: {"reasoning_parser": "qwen3"},
     "pooling": lambda made: {"runner": "pooling", "pooler_config": {"pooling_type": "MEAN"}},
@@ -380,7 +381,7 @@ def check(made: Made, names: list[str], **device: Any) -> None:
             for _ in range(2):
                 assert answers(llm, made, names) == right
         assert "answer_cache" not in names or llm.frontend.answers.figures.hits > 0
-        if {"text_drafts", "draft_model", "eagle3"} & set(names):
+        if {"text_drafts", "draft_model", "eagle3", "mtp"} & set(names):
             assert llm.loop.scheduler.stats().draft_tokens > 0
     finally:
         close(llm)

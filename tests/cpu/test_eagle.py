@@ -17,7 +17,7 @@ from benchmarks.common.adapter import write_adapter
 from preheat import LLM, LoRARequest, SamplingParams
 from preheat.backends.registry import FACTS
 from preheat.errors import ModelError, SettingsError
-from preheat.execution import eagle
+from preheat.execution import draft_head
 from preheat.execution.features import Features
 from preheat.lora.adapter import adapted_modules
 from preheat.model.families import read_spec
@@ -134,13 +134,13 @@ def test_a_config_may_say_other_layers_and_another_residual(saved, tmp_path):
 
 def shifted(patch) -> None:
     """Plant features that are read one position too early."""
-    right = eagle.token_places
+    right = draft_head.token_places
 
     def places(slots, schedule):
         found = right(slots, schedule)
         return np.maximum(found - 1, 0)
 
-    patch.setattr(eagle, "token_places", places)
+    patch.setattr(draft_head, "token_places", places)
 
 
 def first_chunk_lost(patch) -> None:
@@ -160,9 +160,9 @@ def drafts_kept(patch) -> None:
 
     def take_back(self, slots, rows):
         self._known[rows] = np.minimum(self._computed[rows], slots.device_len[rows] - 2)
-        eagle.DraftModel._take_back(self, slots, rows)
+        draft_head.DraftModel._take_back(self, slots, rows)
 
-    patch.setattr(eagle.EagleDrafter, "_take_back", take_back)
+    patch.setattr(draft_head.HeadDrafter, "_take_back", take_back)
 
 
 @pytest.mark.parametrize(("plant", "most"), [(shifted, 0.0), (first_chunk_lost, 0.5), (drafts_kept, 0.9)])

@@ -56,6 +56,9 @@ def test_nothing_is_asked_by_default():
      Speculation(method="suffix", tokens=9, depth=8, requests=0, factor=2.0, likely=0.3)),
     ({"speculative_config": {"method": "ngram", "num_speculative_tokens": "auto"}},
      Speculation(method="ngram", tokens=AUTO_MOST, auto=True)),
+    ({"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}, Speculation(method="mtp", tokens=2)),
+    ({"speculative_config": {"method": "qwen3_next_mtp", "num_speculative_tokens": 2}},
+     Speculation(method="mtp", tokens=2)),
     ({"speculative_config": NGRAM, "speculative_k": "auto"}, Speculation(method="ngram", tokens=3, auto=True)),
 ])  # fmt: skip
 def test_options_in_vllms_words(options, expected):
@@ -67,7 +70,8 @@ def test_options_in_vllms_words(options, expected):
     ({"speculative_config": {"method": "medusa", "model": "m", "num_speculative_tokens": 3}}, "medusa is not"),
     ({"speculative_config": {"method": "mlp_speculator", "num_speculative_tokens": 3}}, "out of use"),
     ({"speculative_config": {"method": "eagle", "model": "m", "num_speculative_tokens": 3}}, "EAGLE-1 and 2"),
-    ({"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}}, "mtp is not supported"),
+    ({"speculative_config": {"method": "mtp", "model": "m", "num_speculative_tokens": 3}}, "leave 'm' out"),
+    ({"speculative_config": {"method": "mimo_mtp", "num_speculative_tokens": 3}}, "a family of checkpoints that"),
     ({"speculative_config": {"method": "eagle3", "num_speculative_tokens": 3}}, 'eagle3 needs the "model"'),
     ({"speculative_config": {"method": "ngrams", "num_speculative_tokens": 3}}, "did you mean"),
     ({"speculative_config": {**NGRAM, "rejection_sample_method": "fly"}}, "rejection_sample_method is not supported"),

@@ -130,13 +130,14 @@ def build(
     decoder = Decoder(spec, model.weights, limits.max_model_len, backend.regions(mode, store), dtype, max_tokens=tokens)
     layers, contiguous = attention_layers(decoder, cache), settings.contiguous_pa is not False
     norm, others = model.weights.final_norm, [*model.outer_linears, *(each for each, _ in _vision_linears(model, plan))]
-    if not spec.has_states:  # no layer with a state is a function
+    mixes = spec.has_states or any(each.gated for each in spec.attentions)
+    if not mixes:  # no layer with a state or gates is a function
         decoder.functions = backend.functions(layer_parts(decoder, layers), norm, others, limits)
     if decoder.functions is None:
         attention = backend.attention(layers, limits, contiguous=contiguous)
     else:
         attention = decoder.functions.attention
-    if spec.has_states:
+    if mixes:
         by = backend.recurrences(limits) or HostRecurrences(backend)  # its table does not sleep
         with nullcontext() if num_blocks is not None else sleepable(settings, backend, CACHE):
             state_slots = 1 if num_blocks is not None else limits.state_slots

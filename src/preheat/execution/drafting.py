@@ -9,6 +9,7 @@ from preheat.errors import SettingsError
 from preheat.execution.draft_model import DraftModel
 from preheat.model.eagle import is_head, load_head
 from preheat.model.loader import LoadedModel, load_model
+from preheat.model.mtp import load_mtp
 from preheat.plan.plan import Plan
 from preheat.plan.step_times import StepTimes
 from preheat.schedule.draft_length import FixedLength, MeasuredLength
@@ -27,6 +28,8 @@ def load_draft(settings: Settings, backend: Backend, target: LoadedModel) -> Loa
     Raises SettingsError for one that does not fit the ``target``.
     """
     speculates = settings.speculation
+    if speculates is not None and speculates.method == "mtp":
+        return load_mtp(settings, backend, target)
     if speculates is None or speculates.model is None:
         return None
     own = replace(

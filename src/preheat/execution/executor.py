@@ -391,7 +391,8 @@ class Executor:
         for layer in self._kinds:
             self.forwards.run(Part(batch.forward_program, range(layer, layer + 1)), eager=True)
         if self.features is not None:
-            self.features.store(len(self.buffers.inputs(batch.bucket).tokens))
+            tokens = len(self.buffers.inputs(batch.bucket).tokens)
+            self._store(self.features, self.states.map(lambda states: states[:tokens]))
         self._states = self.states
         self._draw(batch).result()
 
@@ -542,11 +543,16 @@ class Executor:
         )
         last = None if own is None else own[:, -1]
         if layers[-1] == self._layers[-1]:
+            found = Attended(after, residual, last)
             if self.features is not None and tap is None:
-                self.features.store(tokens)
-            return Attended(after, residual, last)
+                self._store(self.features, found)
+            return found
         normed.copy_(after)
         return Attended(out, residual, last)
+
+    def _store(self, features: Features, states: Attended) -> None:
+        """Store the ``features`` of a step; its ``states`` stay as they are, for the rows that sample."""
+        features.store(len(states.out), lambda: self.decoder.finish(states.map(torch.clone)))
 
     def _adder(self, inputs: StepInputs) -> Deep | None:
         """Return the adder of deep embeddings; None for a step without images.

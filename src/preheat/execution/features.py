@@ -1,48 +1,47 @@
 """Features: the state of the model that a drafting head reads.
 
-Each token's feature is kept beside its keys and values. The residual stream between some layers is copied as a step
-runs. One linear layer makes a feature of it, stored at the token's place in its block. So every token with keys and
+Each token's feature is kept beside its keys and values, at the token's place in its block. It is made of the residual
+stream between some layers, copied as a step runs, or is the hidden state of the step. So every token with keys and
 values has a feature: in all chunks of a prompt, and in blocks from the prefix cache. Nothing of the step itself is
 touched, so no logit can change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import HOST_COPIES, Backend, Linear
+from preheat.backends.base import HOST_COPIES, Backend
 from preheat.core import Schedule
 from preheat.execution.kv_cache import FeatureCache
+from preheat.model.draft_head import Reads
 from preheat.schedule.slots import Slots
 
 
 class Features:
-    """Keeps ``fc`` of the residual stream before ``layers``.
+    """Keeps the features that a head ``reads``.
 
-    The states before the layers are side by side. Steps belong to the sequences in ``slots``; their residual stream has
-    at most ``size`` [tokens, hidden].
+    Steps belong to the sequences in ``slots``; their residual stream has at most ``size`` [tokens, hidden].
     """
 
     def __init__(
         self,
         cache: FeatureCache,
-        fc: Linear,
-        layers: Sequence[int],
+        reads: Reads,
         slots: Slots,
         backend: Backend,
         *,
         size: tuple[int, int],
     ) -> None:
         tokens, hidden = size
-        self.cache, self._fc, self._slots = cache, fc, slots
+        self.cache, self._reads, self._slots = cache, reads, slots
         self._columns: dict[int, list[slice]] = {}  # by the layer before
-        for place, layer in enumerate(layers):
+        for place, layer in enumerate(reads.layers):
             self._columns.setdefault(layer - 1, []).append(slice(place * hidden, (place + 1) * hidden))
-        self._states = cache.rows.new_zeros(tokens, len(layers) * hidden)
+        self._states = cache.rows.new_zeros(tokens, len(reads.layers) * hidden)
         self._places = Places(tokens, backend)
 
     def place(self, turn: int, schedule: Schedule, tokens: int) -> None:
@@ -57,12 +56,14 @@ class Features:
         for columns in self._columns.get(layer, ()):
             self._states[: len(residual), columns].copy_(residual)
 
-    def store(self, tokens: int) -> None:
+    def store(self, tokens: int, finish: Callable[[], Tensor]) -> None:
         """Write the features of the step's ``tokens``.
 
-        Padding goes to the pad block.
+        ``finish`` returns their hidden states, [tokens, hidden]. Padding goes to the pad block.
         """
-        self.cache.rows.index_copy_(0, self._places.rows[:tokens], self._fc(self._states[:tokens]))
+        fc = self._reads.fc
+        found = finish() if fc is None else fc(self._states[:tokens])
+        self.cache.rows.index_copy_(0, self._places.rows[:tokens], found)
 
 
 class Places:

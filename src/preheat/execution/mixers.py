@@ -1,4 +1,4 @@
-"""The mixers of a model with states: a recurrence in some layers, attention in the others.
+"""The mixers of a model with states or gates: a recurrence in some layers, attention in the others.
 
 A step names the state slots that its rows read and write, see :mod:`preheat.schedule.states`. Without names each row
 uses the state slot of its sequence's slot. A sequence that begins at position 0 reads a zero state, whatever its slot
@@ -41,7 +41,7 @@ Gate = Callable[[Tensor, Tensor], Tensor]
 
 @dataclass(slots=True)
 class MixerWork(AttentionWork):
-    """The work of a step: attention's ``own``, and the ``rows`` of the recurrences."""
+    """The work of a step: attention's ``own``, and the ``rows`` of the recurrences, None without any."""
 
     own: AttentionWork
     rows: Any
@@ -132,9 +132,11 @@ class Mixers:
 
         They do not change while the rows decode in their own state slots.
         """
-        own, states = self.attention.plan(step, tables), step.states or own_states(step.slots, step.extend)
-        read, write = (np.minimum(each, self._last) for each in (states.read, states.write))
-        rows = self._recurrences.plan(step, states._replace(read=read, write=write))
+        own, rows = self.attention.plan(step, tables), None
+        if self.states:
+            states = step.states or own_states(step.slots, step.extend)
+            read, write = (np.minimum(each, self._last) for each in (states.read, states.write))
+            rows = self._recurrences.plan(step, states._replace(read=read, write=write))
         steady = own.steady if step.states is None else -1
         return MixerWork(own.lists, steady, own.table_writes, own, rows)
 
@@ -145,7 +147,8 @@ class Mixers:
         """Send the work of attention and of the recurrences."""
         assert isinstance(work, MixerWork)
         self.attention.send(turn, work.own, inputs)
-        self._recurrences.send(turn, work.rows)
+        if work.rows is not None:
+            self._recurrences.send(turn, work.rows)
 
     def attend(self, inputs: StepInputs, out: Tensor) -> Attend:
         """Return the mixer of each layer.

@@ -21,6 +21,7 @@ from torch import Tensor
 from preheat.backends.base import Backend, Linear, Norm
 from preheat.errors import ModelError, SettingsError
 from preheat.model.config import Config
+from preheat.model.draft_head import LoadedHead, Reads
 from preheat.model.families.common import Names, llama_like, norm
 from preheat.model.files import find_model, read_config
 from preheat.model.formats import expected_tensors
@@ -78,20 +79,32 @@ class EagleSpec:
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedHead(LoadedModel):
-    """A head, loaded as a model of one layer.
-
-    ``bytes_per_block`` counts its own cache and the features.
-    """
+class EagleHead(LoadedHead):
+    """A loaded head of EAGLE-3."""
 
     eagle: EagleSpec
-    fc: Linear
     hidden_norm: Norm
 
     @property
     def outer_linears(self) -> list[object]:
         head = self.weights.head
         return [self.fc, head.linear if isinstance(head, DraftHead) else head]
+
+    @property
+    def reads(self) -> Reads:
+        return Reads(self.eagle.layers, self.fc)
+
+    def begin(self, embedded: Tensor, residual: Tensor, joined: Tensor) -> Tensor | None:
+        """Begin the residual stream as the feature; the layer reads the norms of embedding and feature side by side."""
+        hidden, normed = residual.shape[1], self.hidden_norm(residual)
+        joined[:, :hidden].copy_(self.weights.layers[0].input_norm(embedded))
+        joined[:, hidden:].copy_(normed)
+        if self.eagle.norm_before_residual:
+            residual.copy_(normed)
+        return joined
+
+    def following(self, residual: Tensor, hidden: Tensor) -> Tensor:
+        return residual
 
 
 @dataclass(frozen=True)
@@ -178,7 +191,7 @@ def is_head(settings: Settings) -> bool:
     return ARCHITECTURE in (read_config(find_model(settings, with_weights=False)).get("architectures") or [])
 
 
-def load_head(settings: Settings, backend: Backend, target: LoadedModel) -> LoadedHead:
+def load_head(settings: Settings, backend: Backend, target: LoadedModel) -> EagleHead:
     """Return the head that ``settings`` name as their model.
 
     It runs in the dtype of ``target``. The head shares the embeddings of ``target`` unless it has its own. Raises
@@ -203,7 +216,7 @@ def load_head(settings: Settings, backend: Backend, target: LoadedModel) -> Load
             files.check_finite()
     feature = spec.decoder.hidden_size * backend.activation_dtype(target.dtype).itemsize
     per_token = spec.decoder.kv_bytes_per_token(target.dtype.itemsize) + feature
-    return LoadedHead(
+    return EagleHead(
         folder, spec.decoder, target.dtype, target.dtype_name, weights,
         (settings.block_size or backend.facts.block_size) * per_token, eagle=spec, fc=fc, hidden_norm=hidden_norm,
     )  # fmt: skip

@@ -7,7 +7,7 @@ from typing import Any
 
 from preheat.backends.base import Facts
 from preheat.plan.functions import Function
-from preheat.utils.speculation import WITH_MODEL
+from preheat.utils.speculation import WITH_WEIGHTS
 from preheat.utils.structured import preloads_of
 
 DIMENSIONS = ("prompt_bs", "prompt_seq", "decode_bs", "decode_block", "decode_seq")
@@ -80,7 +80,7 @@ class PlanOptions:
             "host_sampler": facts.host_sampler,
             "pads_context": facts.pads_context,
             "verify_widths": speculates.widths if speculates else (),
-            "draft_model": speculates is not None and speculates.method in WITH_MODEL,
+            "draft_model": speculates is not None and speculates.method in WITH_WEIGHTS,
             "measures_drafts": speculates is not None and speculates.auto,
         }
         told["grammars"] = () if pools else tuple(preloads_of(settings))

@@ -15,10 +15,18 @@ from preheat.errors import SettingsError
 from preheat.utils.structured import why_none
 from preheat.utils.text import did_you_mean
 
-Method = Literal["ngram", "suffix", "draft_model", "eagle3", "grammar"]
+Method = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar"]
 
 WITH_MODEL: tuple[Method, ...] = ("draft_model", "eagle3")
-"""Methods that draft with weights of their own."""
+"""Methods that draft with a checkpoint of their own."""
+
+WITH_WEIGHTS: tuple[Method, ...] = (*WITH_MODEL, "mtp")
+"""Methods that draft with weights."""
+
+_NAMED_MTP = ("deepseek_mtp", "glm4_moe_lite_mtp", "qwen3_next_mtp", "qwen3_5_mtp")
+"""Other names in vLLM of the method mtp, by the family of the checkpoint."""
+
+_MTP_FAMILIES = "method mtp serves Qwen3-Next, Qwen3.5, DeepSeek-V3 and GLM-4.7-Flash"
 
 MAX_TOKENS = 128
 """Most draft tokens of a row, as in vLLM."""
@@ -32,7 +40,6 @@ REFUSED_METHODS: Mapping[str, str] = MappingProxyType(
         "medusa": _NO_HEADS,
         "mlp_speculator": _NO_HEADS,
         "eagle": "heads of EAGLE-1 and 2 are other networks, replaced by eagle3: use a head of EAGLE-3",
-        "mtp": "layers of the checkpoint that draft belong to families that are not supported yet",
         "ngram_gpu": "the lookup runs on the host: write ngram",
     }
 )
@@ -205,6 +212,10 @@ def _method(asked: Mapping[str, Any]) -> tuple[Method, str | None]:
         method = "draft_model" if model else "ngram" if any("lookup" in key for key in asked) else None
     if method is None:
         raise _error(f'no method of drafting is named: give a "method" ({", ".join(get_args(Method))}) or a "model"')
+    if method in _NAMED_MTP:
+        method = "mtp"
+    if method.endswith("_mtp"):
+        raise _error(f"method {method} belongs to a family of checkpoints that drafts otherwise: {_MTP_FAMILIES}")
     if reason := REFUSED_METHODS.get(method):
         raise _error(f"method {method} is not supported: {reason}")
     makers: dict[str, Method] = {name: name for name in get_args(Method)}

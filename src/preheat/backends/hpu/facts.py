@@ -50,6 +50,7 @@ FACTS = Facts(
         ("receipts",): "its sample program has no digest of the logits yet",
         ("tensor_parallel", "text_drafts"): "nobody has tried it there",
         ("eagle3",): "its programs have never run with an EAGLE-3 head",
+        ("mtp",): "its programs have never run with a layer that predicts ahead",
         **{("tensor_parallel", kind): "ranks have no kernels for quantized layers there" for kind in DEQUANTIZED},
     },
     rejected=NO_PEERS
