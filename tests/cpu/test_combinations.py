@@ -129,8 +129,8 @@ class Made:
     @cache  # noqa: B019 - one object
     def states(self) -> Path:
         own = {"architectures": ["Qwen3_5ForCausalLM"], "layer_types": ["linear_attention", "full_attention"]}
-        sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 1,
-                 "linear_num_value_heads": 2}  # fmt: skip
+        sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
+                 "linear_num_value_heads": 4}  # fmt: skip
         folder = self.folder / "states"
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(self.config | own | sizes | {"num_hidden_layers": 2}))

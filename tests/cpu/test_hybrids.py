@@ -297,7 +297,7 @@ def test_other_sizes_are_refused_by_name(checkpoint, change, named):
 
 
 def test_what_does_not_work_with_states_is_refused(checkpoint):
-    for options in ({"execution_mode": "llvm"}, {"tensor_parallel_size": 2}, {"enable_lora": True}):
+    for options in ({"execution_mode": "llvm"}, {"pipeline_parallel_size": 2}, {"enable_lora": True}):
         with pytest.raises((SettingsError, ModelError), match="states"):
             LLM(str(checkpoint[0]), **OPTIONS | options)
 

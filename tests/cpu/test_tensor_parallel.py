@@ -34,6 +34,7 @@ from preheat.model.decoder import Decoder
 from preheat.model.families import read_spec
 from preheat.model.files import read_config
 from preheat.model.loader import FromHost, load_weights
+from preheat.model.recurrence_specs import DeltaSpec
 from preheat.model.shard import shard
 from preheat.ops.matmul import tree_sum
 from preheat.parallel import channel
@@ -56,8 +57,11 @@ NAMES = (
     "granite",
     "deepseek v3",
     "deepseek v2 lite",
+    "qwen3-next",
 )
 TOKENS = 24
+OF_RANKS = {"qwen3-next": {"linear_num_key_heads": 4, "linear_num_value_heads": 8}}
+"""Sizes that four ranks can divide."""
 
 
 def on_ranks(world: int, folder: Path, run: Callable[[Collective], Tensor]) -> list[Tensor]:
@@ -100,10 +104,21 @@ def test_bits_do_not_depend_on_the_number_of_ranks(name, tmp_path):
     The models have biases, experts with and without a shared one, ALiBi slopes, fused queries, keys and values in
     another order, key/value heads that several ranks hold, and a vocabulary that four does not divide.
     """
-    reference = save_checkpoint(MODELS[name], tmp_path / "model")
+    family, sizes = MODELS[name]
+    reference = save_checkpoint((family, sizes | OF_RANKS.get(name, {})), tmp_path / "model")
     found = on_sizes(tmp_path / "model", tmp_path)
     assert same(found)
     assert error_at_each_position(found[0], reference(random_tokens(TOKENS))).max() <= 1e-5
+
+
+def test_the_state_of_another_ranks_head_is_seen(tmp_path, monkeypatch):
+    """Control: the second rank's state decays as the first rank's."""
+    family, sizes = MODELS["qwen3-next"]
+    save_checkpoint((family, sizes), tmp_path / "model")
+    right = on_ranks(2, tmp_path / "right", lambda c: logits_on(c, tmp_path / "model"))
+    monkeypatch.setattr(DeltaSpec, "own_heads", property(lambda self: (0, self.value.value_heads)))
+    wrong = on_ranks(2, tmp_path / "wrong", lambda c: logits_on(c, tmp_path / "model"))
+    assert not torch.equal(right[0], wrong[0])
 
 
 def test_bits_in_bfloat16(tmp_path):

@@ -538,7 +538,9 @@ class WeightLoader:
             self._place(self.read(f"{each.name}.weight", *each.shape))
             for each in (spec.conv, spec.rate, spec.bias, spec.norm)
         )
-        return DeltaWeights(spec.value, taps.squeeze(1), -rate.exp(), bias, norm, spec.norm.eps)
+        taps = torch.cat([taps[first:last] for first, last in spec.own_channels]).squeeze(1)
+        rate, bias = (each[slice(*spec.own_heads)].clone() for each in (rate, bias))
+        return DeltaWeights(spec.value, taps, -rate.exp(), bias, norm, spec.norm.eps)
 
     def mlp(self, spec: MlpSpec) -> Mlp:
         if isinstance(spec, DenseSpec):

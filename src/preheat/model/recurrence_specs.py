@@ -34,7 +34,8 @@ class DeltaSpec:
     """A gated delta rule in place of attention, see :mod:`preheat.ops.delta`.
 
     ``qkv`` returns queries, keys, values, gates, betas and decays in this order. ``rate`` are the logarithms of the
-    negative rates of decay. A sequence has a state of ``value``, and neither keys nor values in the KV cache.
+    negative rates of decay. A sequence has a state of ``value``, and neither keys nor values in the KV cache. A rank
+    has some key heads with their value heads, from ``first_head`` on; ``conv``, ``rate`` and ``bias`` are of all heads.
     """
 
     value: Recurrence
@@ -44,6 +45,7 @@ class DeltaSpec:
     rate: VectorSpec
     bias: VectorSpec
     norm: NormSpec
+    first_head: int = 0
 
     kv: ClassVar[KVSpec] = KVSpec(0, 0)
     window: ClassVar[None] = None
@@ -61,6 +63,21 @@ class DeltaSpec:
     def attended(self) -> int:
         """Numbers of a token's output."""
         return self.value.value_size
+
+    @property
+    def own_channels(self) -> tuple[tuple[int, int], ...]:
+        """Ranges of the stored channels that the heads have: of queries, of keys and of values."""
+        own = self.value
+        keys = self.conv.channels * own.key_size // own.channels
+        key, value = self.first_head * own.key_dim, self.own_heads[0] * own.value_dim
+        starts = (key, own.key_size), (keys + key, own.key_size), (2 * keys + value, own.value_size)
+        return tuple((start, start + size) for start, size in starts)
+
+    @property
+    def own_heads(self) -> tuple[int, int]:
+        """The range of value heads among all."""
+        first = self.first_head * (self.value.value_heads // self.value.key_heads)
+        return first, first + self.value.value_heads
 
     @property
     def rope_dim(self) -> int:

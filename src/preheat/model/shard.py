@@ -3,8 +3,8 @@
 No torch here. Heads, and the inner numbers of feed-forward blocks and experts, are divided among the ranks; so are the
 rows of the output head. Layers that produce them (queries, keys and values; gate and up; the head) are split by rows,
 layers that read them (the attention's output, down) by columns. Key/value heads are repeated where there are fewer than
-ranks. Latent vectors, and the layer that makes them, are on every rank. All other parts, the table of embeddings and
-the norms too, are on every rank.
+ranks. The heads of a state are divided by key heads. Latent vectors, and the layer that makes them, are on every rank.
+All other parts, the table of embeddings and the norms too, are on every rank.
 
 With ``--enable-expert-parallel`` experts are not cut: rank r of W has the experts [r * E / W, (r + 1) * E / W) of E.
 
@@ -73,9 +73,7 @@ class _Cut:
 
     def attention(self, spec: AttentionSpec | DeltaSpec) -> AttentionSpec:
         if isinstance(spec, DeltaSpec):
-            raise _not_yet("layers with states")
-        if spec.gated:
-            raise _not_yet("attention with gates")
+            return self.delta(spec)
         if spec.sinks is not None:
             raise _not_yet("attention with sinks")
         if spec.whole_qk_norm is not None:
@@ -93,6 +91,8 @@ class _Cut:
         blocks = [(0, q_size, q_range, self.k_splits)]
         stored = 0 if spec.source is not None else 1 if spec.one_kv else 2
         blocks += [(q_size + at * kv_size, kv_size, kv_range, kv_tiles) for at in range(stored)]
+        if spec.gated:
+            blocks.append((q_size + stored * kv_size, q_size, q_range, self.k_splits))
         mine = q_range[0] // dim, q_range[1] // dim
         return replace(
             spec,
@@ -101,6 +101,25 @@ class _Cut:
             qkv=self._rows(spec.qkv, blocks),
             o=self._columns(spec.o),
             alibi=spec.alibi and spec.alibi[slice(*mine)],
+        )
+
+    def delta(self, spec: DeltaSpec) -> DeltaSpec:
+        """Cut the heads; a rank has key heads with all of their value heads, so a state never meets another rank's."""
+        value = spec.value
+        self._divide("key heads of a state", value.key_heads, self.world)
+        first, own = self.rank * value.key_heads // self.world, value.key_heads // self.world
+        sizes = (*[value.key_size] * 2, *[value.value_size] * 2, *[value.value_heads] * 2)
+        starts = (sum(sizes[:at]) for at in range(len(sizes)))
+        blocks = [
+            (start, size, self._mine("rows of a state", size), self.k_splits)
+            for start, size in zip(starts, sizes, strict=True)
+        ]
+        return replace(
+            spec,
+            value=replace(value, key_heads=own, value_heads=value.value_heads // self.world),
+            qkv=self._rows(spec.qkv, blocks),
+            o=self._columns(spec.o),
+            first_head=first,
         )
 
     def _latent(self, spec: AttentionSpec, latent: LatentSpec) -> AttentionSpec:

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from preheat.backends.base import AttentionWork, StepRows
-from preheat.core import Level, Schedule
+from preheat.core import Level, Schedule, StepStates
 from preheat.execution.buffers import StepBuffers
 from preheat.execution.input_batch import InputBatch, PromptPart
 from preheat.ops.sampling import SamplingInput
@@ -25,7 +25,8 @@ class StepMessage:
 
     ``words`` are the contents of the ``pieces`` of the buffers; ``tables`` are rows of the block table, for ``slots``.
     ``same_work``: attention's work is the same as in the step before. ``prompt_parts`` are parts of prompts with
-    logprobs wanted. ``adapters`` are the adapter slots of rows.
+    logprobs wanted. ``adapters`` are the adapter slots of rows, ``states`` the state slots that the rows use, if not
+    their own.
     """
 
     rows: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]
@@ -40,6 +41,7 @@ class StepMessage:
     sampled: tuple[np.ndarray, np.ndarray, int]
     prompt_parts: list[PromptPart]
     adapters: np.ndarray | None
+    states: StepStates | None
 
 
 class StepWriter:
@@ -73,6 +75,7 @@ class StepWriter:
             sampled=(batch.sampled_rows, batch.sampled_slots, batch.sampling_size),
             prompt_parts=batch.prompt_parts,
             adapters=batch.adapters,
+            states=schedule.states,
         )
 
 
@@ -93,7 +96,7 @@ class StepReader:
             tables.set_blocks(slot, slice(None), row)
         if self._work is None or not message.same_work:
             tokens = self._buffers.layout(message.bucket).tokens
-            step = StepRows(slots, first, extend, extend.cumsum(), num_decode, tokens)
+            step = StepRows(slots, first, extend, extend.cumsum(), num_decode, tokens, states=message.states)
             self._work = self._buffers.attention.plan(step, tables)
         self._buffers.attention.write(message.turn, tables)
         sampled_rows, sampled_slots, sampling_size = message.sampled
