@@ -90,9 +90,11 @@ batches and preemption change no bit: `tests/cpu/test_delta.py`, `tests/cpu/test
 - A sequence has a state slot; all slots are counted in the memory before the KV cache. One sequence of Qwen3.5-35B-A3B
   takes 61 MiB, so `--max-num-seqs` decides much of the memory.
 - More state slots hold the states that [hits and drafts](#kept-states) need.
-- Ranks divide the heads of a state by key heads, and so its convolution. Bits are the same on one, two and four ranks.
-- The layer that drafts (`mtp.*`) is read for [method `mtp`](speculation.md#layers-that-predict-one-token-further) alone.
-  Encoders of images (`model.visual.*`) are not loaded. Images are refused.
+- Ranks divide the heads of a state by key heads, and so its convolution. On a CPU one,
+  two and four ranks give the same bits.
+- The layer that drafts (`mtp.*`) is read for method `mtp` alone
+  ([speculation](speculation.md#layers-that-predict-one-token-further)). Encoders of images (`model.visual.*`) are not
+  loaded. Images are refused.
 - [Combinations](combinations.md) lists the features that do not work with states yet, with the reasons.
 
 ### Kept states

@@ -36,6 +36,8 @@ FACTS = Facts(
         ("audit",): "the digests of the audit are computed on the host",
         ("receipts",): "its sample program has no digest of the logits yet",
         ("tensor_parallel", "pooling"): "nobody has tried it there",
+        ("tensor_parallel", "states"): "nobody has divided states among GPUs",
+        ("mtp",): "no GPU has run a layer that predicts ahead",
     },
     rejected={
         "use_fake_hpu": "the fake device is a Gaudi: give --device hpu, or leave VLLM_USE_FAKE_HPU unset",
