@@ -23,9 +23,9 @@ from preheat.model.draft_head import LoadedHead, Reads
 from preheat.model.families import FAMILIES
 from preheat.model.files import read_config
 from preheat.model.formats import FORMATS, expected_tensors
-from preheat.model.formats_quantized import Shape
 from preheat.model.loader import LoadedModel, WeightLoader
 from preheat.model.quantization import quantized
+from preheat.model.reading import Shape
 from preheat.model.sources import DummyTensors, SafetensorsFiles, check_shapes
 from preheat.model.specs import AttentionSpec, LinearSpec, ModelSpec, NormSpec
 from preheat.settings import Settings

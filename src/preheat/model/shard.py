@@ -71,7 +71,7 @@ class _Cut:
     def layer(self, spec: LayerSpec) -> LayerSpec:
         return replace(spec, attention=self.attention(spec.attention), mlp=self.mlp(spec.mlp))
 
-    def attention(self, spec: AttentionSpec | DeltaSpec) -> AttentionSpec:
+    def attention(self, spec: AttentionSpec | DeltaSpec) -> AttentionSpec | DeltaSpec:
         if isinstance(spec, DeltaSpec):
             return self.delta(spec)
         if spec.sinks is not None:
