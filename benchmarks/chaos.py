@@ -2,7 +2,7 @@
 
     python -m benchmarks chaos [--requests 40] [--kills 10] [--seed 0] [--options JSON]
     python -m benchmarks chaos --every --requests 200 --tokens 24
-    python -m benchmarks chaos --faults 60 --seed 1
+    python -m benchmarks chaos --faults 10000 --seed 1 [--ground ranks] [--first ROUND]
     python -m benchmarks chaos --ray --requests 50
 
 A server with two replicas of the bundled model, on this machine alone, answers a mix of requests at once. They are
@@ -11,8 +11,7 @@ adapter, in streams and not. Then the same requests run again, once for each kil
 when the streams have got a random number of events, so the requests are cut at many positions. ``--signal STOP`` stops
 the process instead. Text, tokens, log-probabilities, arguments, ends, ids and usage are compared. A seed repeats the
 requests and the places. ``--every`` sends all requests to one engine and kills it at each token in turn, so that each
-round cuts every request. ``--faults`` is :mod:`benchmarks.common.faults`: a front, its pods and clients that fail in
-every way.
+round cuts every request. ``--faults`` is :mod:`benchmarks.common.faults`: servers and clients that fail in every way.
 """
 
 from __future__ import annotations
@@ -183,8 +182,7 @@ def normal(answer: Answer) -> dict[str, Any]:
     found["ids"] = sorted({str(event.get("id")) for event in events})
     found["times of creation"] = len({event.get("created") for event in events})
     for event in events:
-        if "error" in event:
-            found["error"] = event["error"]
+        found |= {name: event[name] for name in ("error", "data") if name in event}
         if usage := event.get("usage"):
             found["usage"] = {name: value for name, value in usage.items() if name != "prompt_tokens_details"}
         for choice in event.get("choices", ()):
@@ -342,14 +340,16 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--signal", choices=("KILL", "STOP"), default="KILL")
     flags.add_argument("--every", action="store_true", help="all requests begin at the engine that is killed")
-    flags.add_argument("--faults", type=int, metavar="N", help="faults of a front, of its pods and of clients")
+    flags.add_argument("--faults", type=int, metavar="N", help="faults of servers and clients")
+    flags.add_argument("--ground", help="the servers of --faults: front, replicas, ranks, pooling or roles")
+    flags.add_argument("--first", type=int, default=0, help="the first round of --faults")
     flags.add_argument("--ray", action="store_true", help="a replica behind the ingress of Ray Serve is killed")
     flags.add_argument("--options", type=json.loads, default={}, help="of the server, as JSON")
     args = flags.parse_args(words)
     if args.faults is not None:
         from benchmarks.common import faults
 
-        faults.run(args.faults, args.seed, args.options)
+        faults.run(args.faults, args.seed, args.options, ground=args.ground, first=args.first)
         return
     if args.ray:
         from benchmarks.common import ray_ingress

@@ -1,7 +1,10 @@
-"""Faults of every kind against a front, its two pods and their clients, drawn from a seed.
+"""Faults of every kind against servers and their clients, drawn from a seed.
 
-Each round sends a mix of requests and commits one fault in their midst. Every answer that the fault does not end
-by right must equal the uninterrupted one, every client must end, and no block is held and no process left at the end.
+Each round sends a mix of requests and commits many faults in their midst: clients leave, abort, send half a request or
+read slowly, processes pause for a moment, clocks step. Each second round commits one fault that ends or freezes a
+process. Every answer that no fault ends by right must equal the uninterrupted one, every client must end, and no block
+is held and no process left at the end. The access logs are on a full disk all the time. A round is drawn from the seed
+and its number alone, so that one round can be repeated.
 """
 
 from __future__ import annotations
@@ -12,294 +15,347 @@ import json
 import os
 import random
 import signal
-import socket
-import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import urlopen
 
 from benchmarks import chaos
-from benchmarks.common.process import environment, flags
-from benchmarks.common.report import save
-from preheat.errors import PreheatError
+from benchmarks.common.grounds import GROUNDS, Fleet, children, engines_of, requests
+from benchmarks.common.report import RESULTS, save
 
-ROUND_SECONDS, READY_SECONDS = 120.0, 120.0
-FULL = "/dev/full"
-"""The device that is a full disk: the front's access log goes there."""
-
-REQUESTS, TOKENS = 12, 32
-
-
-@dataclass
-class Fleet:
-    """A front and two pods, each in a process that can be killed and started again."""
-
-    options: dict[str, Any]
-    ports: list[int] = field(default_factory=lambda: free_ports(3))
-    children: list[subprocess.Popen[bytes]] = field(default_factory=list)
-
-    @property
-    def port(self) -> int:
-        """The front's port."""
-        return self.ports[0]
-
-    def start(self, place: int) -> None:
-        """Start the front (place 0) or a pod."""
-        module, stderr = "benchmarks.common.stepped", subprocess.DEVNULL
-        with contextlib.ExitStack() as opened:
-            if place:
-                command = ["serve", f"--port={self.ports[place]}", *flags(self.options)]
-            else:
-                stderr = opened.enter_context(open(FULL, "wb")).fileno()
-                urls = [f"http://127.0.0.1:{port}" for port in self.ports[1:]]
-                more = {
-                    "model": "bundled",
-                    "access_log": "text",
-                    "engine_heartbeat_timeout_s": 1.5,
-                    "skip_warmup": True,
-                }
-                more |= {name: self.options[name] for name in ("enable_auto_tool_choice", "tool_call_parser")}
-                command = ["front", *urls, f"--port={self.port}", *flags(more)]
-            child = subprocess.Popen([sys.executable, "-m", module, *command], stderr=stderr, env=environment())
-        self.children[place : place + 1] = [child]
-
-    def restore(self) -> None:
-        """Start all that has ended, and wait until the front has both pods."""
-        for place, child in enumerate(self.children):
-            if child.poll() is not None:
-                self.start(place)
-                continue
-            for pid in (child.pid, *chaos.engines(child.pid)):
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
-        end = time.monotonic() + READY_SECONDS
-        while engines(self.port) < 2:
-            for place, child in enumerate(self.children):
-                if child.poll() is not None:
-                    self.start(place)
-            if time.monotonic() > end:
-                raise PreheatError("the front did not get both pods back")
-            time.sleep(0.1)
-
-    def stop(self) -> None:
-        """End all processes."""
-        for child in reversed(self.children):
-            child.send_signal(signal.SIGCONT)
-            child.send_signal(signal.SIGINT)
-        for child in self.children:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                child.wait(15)
-            child.kill()
-            child.wait()
-
-
-def free_ports(count: int) -> list[int]:
-    """Return free ports of this machine, each another one."""
-    with contextlib.ExitStack() as opened:
-        probes = [opened.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
-
-
-def engines(port: int) -> int:
-    """Return how many pods take requests, 0 if the server does not answer."""
-    with (
-        contextlib.suppress(HTTPError, OSError, ValueError),
-        urlopen(f"http://127.0.0.1:{port}/ready", timeout=5) as page,
-    ):
-        return int(json.load(page)["engines"])
-    return 0
+ROUND_SECONDS = 120.0
+CLIENTS, BLIPS, CLOCKS = 20, 4, 2
+"""Faults of a round: of clients, pauses of processes, steps of clocks."""
+HEAVY_EVERY, HELD_EVERY = 2, 4
+STATES = ("sent", "waiting", "reading", "answering")
+"""The state of a request when its client leaves: half of it was sent; sent just now; its prompt is read; answered."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A fault: ``commit`` it at a fleet, with the place of a pod. ``ends``: clients may be cut by right."""
+    """A fault of a process: ``commit`` it with a number that draws the process, and return the process.
 
-    commit: Callable[[Fleet, int], None]
+    ``ends``: clients may be cut. ``stays``: the process does not end.
+    """
+
+    commit: Callable[[Fleet, int], int | None]
     ends: bool = False
+    stays: bool = False
+    on: tuple[str, ...] = tuple(GROUNDS)
 
 
-def _signal(number: int, *, front: bool = False) -> Callable[[Fleet, int], None]:
-    return lambda fleet, pod: fleet.children[0 if front else pod].send_signal(number)
+def _signal(number: int, place: int | None = None) -> Callable[[Fleet, int], int | None]:
+    """Return a fault of the process of ``place``, by default of a drawn pod."""
 
-
-def _to_engine(number: int) -> Callable[[Fleet, int], None]:
-    def commit(fleet: Fleet, pod: int) -> None:
-        for pid in chaos.engines(fleet.children[pod].pid):
-            os.kill(pid, number)
+    def commit(fleet: Fleet, drawn: int) -> int | None:
+        child = fleet.children[1 + drawn % (len(fleet.children) - 1) if place is None else place]
+        child.send_signal(number)
+        return child.pid
 
     return commit
 
 
-def _nothing(fleet: Fleet, pod: int) -> None:
-    """Leave the servers alone: clients are at fault."""
+def _to(number: int, found: Callable[[Fleet], list[int]]) -> Callable[[Fleet, int], int | None]:
+    """Return a fault of one of the processes that ``found`` finds."""
+
+    def commit(fleet: Fleet, drawn: int) -> int | None:
+        if not (pids := found(fleet)):
+            return None
+        os.kill(pid := pids[drawn % len(pids)], number)
+        return pid
+
+    return commit
 
 
-FAULTS: dict[str, Fault] = {
-    "disconnect": Fault(_nothing), "slow reader": Fault(_nothing),
-    "clock step": Fault(_signal(signal.SIGUSR2, front=True)),
-    "clock step of a pod": Fault(_signal(signal.SIGUSR2)),
-    "kill engine": Fault(_to_engine(signal.SIGKILL)), "stop engine": Fault(_to_engine(signal.SIGSTOP)),
-    "end engine": Fault(_to_engine(signal.SIGTERM)),
-    "kill pod": Fault(_signal(signal.SIGKILL)), "stop pod": Fault(_signal(signal.SIGSTOP)),
-    "drain pod": Fault(_signal(signal.SIGTERM)),
-    "kill front": Fault(_signal(signal.SIGKILL, front=True), ends=True),
+def _ranks(fleet: Fleet) -> list[int]:
+    return [pid for engine in fleet.victims() for pid in children(engine)]
+
+
+HEAVY: dict[str, Fault] = {
+    "kill engine": Fault(_to(signal.SIGKILL, Fleet.victims), on=("front", "replicas", "ranks", "pooling")),
+    "stop engine": Fault(_to(signal.SIGSTOP, Fleet.victims), stays=True, on=("front", "replicas", "ranks", "pooling")),
+    "end engine": Fault(_to(signal.SIGTERM, Fleet.victims), on=("front", "replicas", "ranks", "pooling")),
+    "kill rank": Fault(_to(signal.SIGKILL, _ranks), on=("ranks",)),
+    "kill pod": Fault(_signal(signal.SIGKILL), on=("front", "roles")),
+    "stop pod": Fault(_signal(signal.SIGSTOP), stays=True, on=("front",)),
+    "drain pod": Fault(_signal(signal.SIGTERM), on=("front", "roles")),
+    "kill server": Fault(_signal(signal.SIGKILL, 0), ends=True),
 }  # fmt: skip
 
 
-async def _leave(port: int, asked: chaos.Asked) -> None:
-    """Send a request, read a part of its answer, and close the connection."""
-    data = json.dumps(asked.body | {"stream": True}).encode()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port)
-    writer.write(f"POST {asked.path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+@dataclass
+class Round:
+    """The faults and the outcome of one round."""
+
+    number: int
+    ground: str
+    cells: Counter[str] = field(default_factory=Counter)
+    heavy: str = ""
+    answers: int = 0
+    differing: list[dict[str, Any]] = field(default_factory=list)
+    cut: int = 0
+    hung: bool = False
+    held: list[str] = field(default_factory=list)
+    seconds: float = 0.0
+
+    @property
+    def wrong(self) -> int:
+        return len(self.differing) + self.hung + len(self.held)
+
+    @property
+    def faults(self) -> int:
+        return sum(count for cell, count in self.cells.items() if not cell.startswith("open: "))
+
+
+async def _leave(fleet: Fleet, asked: chaos.Asked, state: str, delay: float, reset: bool) -> None:
+    """Send a request, and close the connection in ``state``; with ``reset`` without a farewell."""
+    asked = await fleet.prepared(asked)
+    data = json.dumps(asked.body).encode()
+    head = f"POST {asked.path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n".encode()
     with contextlib.suppress(OSError):
-        await reader.read(200)
-    writer.transport.abort()
+        reader, writer = await asyncio.open_connection("127.0.0.1", fleet.port)
+        writer.write(head + (data[: len(data) // 2] if state == "sent" else data))
+        if state == "reading":
+            await asyncio.sleep(delay)
+        elif state == "answering":
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(reader.read(200 + int(delay * 2e5)), 30)
+        if reset:
+            writer.transport.abort()
+        else:
+            writer.close()
 
 
-async def _slow(port: int, asked: chaos.Asked, id: str) -> chaos.Answer:
-    """Return an answer that is read a few bytes at a time."""
-    data, found = json.dumps(asked.body).encode(), chaos.Answer()
-    reader, writer = await asyncio.open_connection("127.0.0.1", port, limit=64)
-    head = f"POST {asked.path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: {id}\r\n"
+async def _slow(fleet: Fleet, asked: chaos.Asked, found: chaos.Answer) -> None:
+    """Read an answer a few bytes at a time, through a small buffer."""
+    asked = await fleet.prepared(asked)
+    data = json.dumps(asked.body).encode()
+    reader, writer = await asyncio.open_connection("127.0.0.1", fleet.port, limit=64)
+    head = f"POST {asked.path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: slow\r\n"
     writer.write(head.encode() + b"Content-Length: %d\r\n\r\n%b" % (len(data), data))
     while more := await reader.read(256):
         found.raw += more
         await asyncio.sleep(0.001)
     writer.close()
-    return found
 
 
-async def _round(fleet: Fleet, asked: Sequence[chaos.Asked], name: str, *, after: int, pod: int) -> list[chaos.Answer]:
-    """Return the answers to ``asked`` while the fault ``name`` happens after some parts of streams."""
-    parts, done = 0, False
+async def _blip(fleet: Fleet, drawn: random.Random, cells: Counter[str]) -> None:
+    """Stop a process for a moment: an engine, or the server of a place."""
+    engine = drawn.random() < 0.5
+    found = fleet.victims() if engine else [child.pid for child in fleet.children]
+    if not found:
+        return
+    pid = drawn.choice(found)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGSTOP)
+        await asyncio.sleep(drawn.uniform(0.002, 0.08))
+        os.kill(pid, signal.SIGCONT)
+        cells[f"pause of {'an engine' if engine else 'a server'}"] += 1
 
-    def seen() -> None:
-        nonlocal parts, done
-        parts += 1
-        if parts >= after and not done:
-            done = True
-            FAULTS[name].commit(fleet, pod)
 
-    async def one(at: int, each: chaos.Asked) -> chaos.Answer:
-        found = chaos.Answer()
+def _state(answer: chaos.Answer, asked: chaos.Asked) -> str:
+    """Return the state of a survivor's request."""
+    if not answer.raw:
+        return "open" if not asked.body.get("stream") else "waiting or reading"
+    return "ended" if b"[DONE]" in answer.raw else "answering"
+
+
+class Scene:
+    """One round: its requests, the faults in their midst, and the answers."""
+
+    def __init__(self, fleet: Fleet, asked: Sequence[chaos.Asked], result: Round, draw: random.Random) -> None:
+        self.fleet, self.asked, self.result, self.draw = fleet, asked, result, draw
+        self.answers = [chaos.Answer() for _ in asked]
+        self.slow = list[tuple[int, chaos.Answer]]()
+        self.struck: int | None = None
+
+    async def play(self, horizon: float) -> None:
+        """Run the round; all faults come within ``horizon`` seconds."""
+        others = [self._client(horizon) for _ in range(CLIENTS)]
+        others += [self._later(horizon, self._blip()) for _ in range(BLIPS)]
+        others += [self._later(horizon, self._clock()) for _ in range(CLOCKS)]
+        others += [self._later(horizon, self._commit())] if self.result.heavy else []
+        async with asyncio.timeout(ROUND_SECONDS):
+            await asyncio.gather(*(self._survivor(at) for at in range(len(self.asked))), *others)
+
+    async def _survivor(self, at: int) -> None:
+        asked = await self.fleet.prepared(self.asked[at])
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            if name == "slow reader" and at % 3 == 0:
-                return await _slow(fleet.port, each, f"c{at}")
-            return await chaos.answer(fleet.port, each, f"c{at}", seen, found=found)
-        return found
+            await chaos.answer(self.fleet.port, asked, f"c{at}", lambda: None, found=self.answers[at])
 
-    leavers = [_leave(fleet.port, each) for each in asked] if name == "disconnect" else []
-    async with asyncio.timeout(ROUND_SECONDS):
-        leaving = asyncio.gather(*leavers)
-        answers = await asyncio.gather(*(one(at, each) for at, each in enumerate(asked)))
-        await leaving
-    return answers
+    async def _commit(self) -> None:
+        """Commit the heavy fault, and note the open requests."""
+        name = self.result.heavy
+        self.result.cells[name] += 1
+        for each, answer in zip(self.asked, self.answers, strict=True):
+            self.result.cells[f"open: {name} | {each.kind} | {_state(answer, each)}"] += 1
+        with contextlib.suppress(ProcessLookupError):
+            self.struck = HEAVY[name].commit(self.fleet, self.draw.randrange(1000))
+
+    async def _later(self, horizon: float, fault: Coroutine[Any, Any, None]) -> None:
+        await asyncio.sleep(self.draw.uniform(0, horizon))
+        await fault
+
+    async def _client(self, horizon: float) -> None:
+        """One fault of a client."""
+        draw, at = self.draw, self.draw.randrange(len(self.asked))
+        what = draw.choices(("disconnect", "abort", "slow reader"), (5, 4, 1))[0]
+        state, delay = draw.choice(STATES), draw.uniform(0, 0.03)
+        await asyncio.sleep(draw.uniform(0, horizon))
+        asked = self.asked[at]
+        if what == "slow reader":
+            found = chaos.Answer()
+            self.slow.append((at, found))
+            self.result.cells[f"{what} | {asked.kind} | answering"] += 1
+            with contextlib.suppress(OSError):
+                await _slow(self.fleet, asked, found)
+            return
+        self.result.cells[f"{what} | {asked.kind} | {state}"] += 1
+        await _leave(self.fleet, asked, state, delay, what == "abort")
+
+    async def _blip(self) -> None:
+        await _blip(self.fleet, self.draw, self.result.cells)
+
+    async def _clock(self) -> None:
+        with contextlib.suppress(ProcessLookupError):
+            self.draw.choice(self.fleet.children).send_signal(signal.SIGUSR2)
+            self.result.cells["clock step"] += 1
+
+    def compare(self, expected: Sequence[dict[str, Any]]) -> None:
+        """Compare the answers that no fault has ended by right."""
+        ends = self.result.heavy and HEAVY[self.result.heavy].ends
+        for at, got in [*enumerate(self.answers), *self.slow]:
+            self.result.answers += 1
+            if ends and b"[DONE]" not in got.raw and not got.raw.endswith((b"}", b"\r\n\r\n", b"}\n")):
+                self.result.cut += 1
+                continue
+            want, found = comparable(expected[at]), None
+            with contextlib.suppress(ValueError, IndexError):
+                found = comparable(chaos.normal(got))
+            if found != want:
+                kind = self.asked[at].kind
+                self.result.differing.append({"kind": kind, "expected": want, "got": found or repr(got.raw[-400:])})
 
 
-def _held(fleet: Fleet) -> list[str]:
-    """Return what is left over though nothing runs: sequences, blocks, processes."""
-    end, found = time.monotonic() + 20, ["unknown"]
-    while found and time.monotonic() < end:
-        found = []
-        for place, port in enumerate(fleet.ports):
-            with contextlib.suppress(HTTPError, OSError):
-                body = json.dumps({"prompt": "x", "max_tokens": 1}).encode()
-                urlopen(f"http://127.0.0.1:{port}/v1/completions", body, timeout=10).read()  # brings the last counts
-                for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-                    if (value := chaos.metric(port, name)) > 0:
-                        found.append(f"server {place}: {name} {value:g}")
-        for place in (1, 2):
-            if (count := len(chaos.engines(fleet.children[place].pid))) != 1:
-                found.append(f"pod {place} has {count} engines")
-        time.sleep(0.2)
-    return found
+def comparable(found: dict[str, Any]) -> dict[str, Any]:
+    """Return an answer without its id, which its client gives."""
+    return {name: value for name, value in found.items() if name != "ids"}
 
 
-def run(count: int, seed: int, options: dict[str, Any]) -> None:
-    """Commit ``count`` faults, print a line for each, and save the figures. Exit with 1 if anything is wrong."""
-    draw, asked = random.Random(seed), chaos.mixed(REQUESTS, seed, None, TOKENS)
-    fleet = Fleet({
-        "model": "bundled", "num_threads": 1, "kv_cache_memory_bytes": 128 << 20, "engine_restarts": 10_000,
-        "max_num_seqs": 32, "log_level": "error", "enable_auto_tool_choice": True, "tool_call_parser": "hermes",
-        "shutdown_timeout": 2.0, "engine_heartbeat_timeout_s": 1.5, **options,
-    })  # fmt: skip
-    rounds: list[dict[str, Any]] = []
-    names: list[str] = []
-    pids: list[int] = []
+def _one(fleet: Fleet, name: str, number: int, seed: int, plain: tuple[Sequence[chaos.Asked], Any, float]) -> Round:
+    """Return the outcome of round ``number``."""
+    asked, expected, horizon = plain
+    draw, began = random.Random(f"{seed}/{name}/{number}"), time.monotonic()
+    result = Round(number, name)
+    if number % HEAVY_EVERY == HEAVY_EVERY - 1:
+        allowed = [each for each, fault in HEAVY.items() if name in fault.on]
+        result.heavy = allowed[number // HEAVY_EVERY % len(allowed)]
+    scene = Scene(fleet, asked, result, draw)
     try:
-        for place in range(3):
-            fleet.start(place)
+        asyncio.run(scene.play(horizon))
+    except TimeoutError:
+        result.hung = True
+    scene.compare(expected)
+    if result.heavy:
+        if scene.struck is not None and not HEAVY[result.heavy].stays:
+            fleet.wait_for_end(scene.struck)
         fleet.restore()
-        plain = asyncio.run(chaos.together(fleet.port, asked))
-        expected = [chaos.normal(each) for each in plain]
-        parts = sum(len(each.times) for each in plain)
-        for number in range(count):
-            if number % len(FAULTS) == 0:  # each kind once before any kind again
-                names = draw.sample(list(FAULTS), len(FAULTS))
-            name = names[number % len(FAULTS)]
-            rounds.append(_one(fleet, asked, expected, draw, name=name, parts=parts) | {"number": number})
-            print(_line(rounds[-1]), flush=True)
-        pids = [pid for child in fleet.children for pid in (child.pid, *chaos.engines(child.pid))]
-    finally:
-        fleet.stop()
+    if result.heavy or number % HELD_EVERY == 0:
+        result.held = fleet.held()
+    result.seconds = time.monotonic() - began
+    return result
+
+
+def on_ground(name: str, until: int, seed: int, first: int, options: dict[str, Any]) -> tuple[list[Round], int]:
+    """Commit at least ``until`` faults on a ground; return the rounds and the number of processes left."""
+    rounds, pids = list[Round](), set[int]()
+    with tempfile.TemporaryDirectory() as folder:
+        fleet = Fleet(GROUNDS[name], Path(folder), options)
+        try:
+            for place in range(len(fleet.ground.places)):
+                fleet.start(place)
+            fleet.restore()
+            asked = requests(name, seed)
+            began = time.monotonic()
+            plain = asyncio.run(chaos.together(fleet.port, asked))
+            horizon = max(time.monotonic() - began, 0.2)
+            expected = [chaos.normal(each) for each in plain]
+            assert {each["status"] for each in expected} == {"200"}, [each.raw[-300:] for each in plain]
+            while sum(each.faults for each in rounds) < until:
+                rounds.append(_one(fleet, name, first + len(rounds), seed, (asked, expected, horizon)))
+                print(_line(rounds[-1]), flush=True)
+                pids |= {pid for child in fleet.children for pid in (child.pid, *engines_of(child.pid))}
+        finally:
+            fleet.stop()
     end = time.monotonic() + 20
     while (left := [pid for pid in pids if Path(f"/proc/{pid}").exists()]) and time.monotonic() < end:
         time.sleep(0.1)
-    _report(rounds, seed, left)
+    return rounds, len(left)
 
 
-def _one(
-    fleet: Fleet, asked: Sequence[chaos.Asked], expected: Sequence[dict[str, Any]], draw: random.Random, *,
-    name: str, parts: int,
-) -> dict[str, Any]:  # fmt: skip
-    """Return the figures of one fault."""
-    pod = draw.choice((1, 2))
-    after, began = draw.randrange(1, max(parts * 8 // 10, 2)), time.monotonic()
-    hung = False
-    try:
-        answers = asyncio.run(_round(fleet, asked, name, after=after, pod=pod))
-    except TimeoutError:
-        answers, hung = [], True
-    differing, cut = 0, 0
-    for want, got in zip(expected, answers, strict=False):
-        if FAULTS[name].ends and (b"[DONE]" not in got.raw and not got.raw.endswith(b"}")):
-            cut += 1
-            continue
-        with contextlib.suppress(ValueError, IndexError):
-            if chaos.normal(got) == want:
-                continue
-        differing += 1
-    fleet.restore()
-    return {
-        "fault": name, "pod": pod, "after": after, "answers": len(answers), "differing": differing,
-        "cut": cut, "hung": hung, "held": _held(fleet), "seconds": round(time.monotonic() - began, 2),
-    }  # fmt: skip
+def run(count: int, seed: int, options: dict[str, Any], *, ground: str | None = None, first: int = 0) -> None:
+    """Commit ``count`` faults over all grounds, or on one, from round ``first`` on, and save the figures.
 
-
-def _line(each: dict[str, Any]) -> str:
-    return (
-        f"{each['number']:>5}  {each['fault']:<20} {each['answers']:>7} {each['differing']:>6} {each['cut']:>4} "
-        f"{'hung' if each['hung'] else '-':>5} {each['seconds']:>7.1f}  {'; '.join(each['held'])}"
-    )
-
-
-def _report(rounds: list[dict[str, Any]], seed: int, left: list[int]) -> None:
-    wrong = sum(each["differing"] + each["hung"] + len(each["held"]) for each in rounds) + len(left)
-    figures = {
-        "seed": seed, "faults": len(rounds), "answers": sum(each["answers"] for each in rounds),
-        "differing": sum(each["differing"] for each in rounds), "cut_by_a_killed_front": sum(e["cut"] for e in rounds),
-        "hung": sum(each["hung"] for each in rounds), "held": sum(len(each["held"]) for each in rounds),
-        "processes_left": len(left), "rounds": rounds,
-        "by_fault": {name: sum(each["fault"] == name for each in rounds) for name in FAULTS},
-    }  # fmt: skip
-    print({name: value for name, value in figures.items() if name != "rounds"})
-    print(save("chaos_faults", figures))
-    if wrong:
+    A run with the seed of the record adds to it. Exit with 1 if anything is wrong.
+    """
+    names = list(GROUNDS) if ground is None else [ground]
+    figures = _record(seed)
+    for name in names:
+        begun = first or figures["rounds"].get(name, 0)
+        rounds, left = on_ground(name, -(-count // len(names)), seed, begun, options)
+        figures = _added(figures, name, rounds, left)
+        print(save("chaos_faults", figures))
+    print({name: value for name, value in figures.items() if name not in ("cells", "failed")})
+    if figures["failed"] or figures["processes_left"]:
         sys.exit(1)
+
+
+def _record(seed: int) -> dict[str, Any]:
+    """Return the figures so far of runs with ``seed``."""
+    path = RESULTS / "chaos_faults.json"
+    if path.exists():
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["figures"]
+        if found["seed"] == seed and "cells" in found:
+            return found
+    names = ("faults", "answers", "differing", "cut_by_a_killed_server", "hung", "held", "processes_left")
+    return {"seed": seed, **dict.fromkeys(names, 0), "rounds": {}, "by_fault": {}, "cells": {}, "failed": []}
+
+
+def _added(figures: dict[str, Any], name: str, rounds: Sequence[Round], left: int) -> dict[str, Any]:
+    """Return ``figures`` with the rounds of a ground."""
+    cells = Counter[str](figures["cells"])
+    for each in rounds:
+        cells.update({f"{name} | {cell}": count for cell, count in each.cells.items()})
+    by = Counter[str]()
+    for cell, count in cells.items():
+        if "open: " not in cell:
+            by[cell.split(" | ")[1]] += count
+    sums = {
+        "faults": sum(each.faults for each in rounds), "answers": sum(each.answers for each in rounds),
+        "differing": sum(len(each.differing) for each in rounds),
+        "cut_by_a_killed_server": sum(each.cut for each in rounds), "hung": sum(each.hung for each in rounds),
+        "held": sum(len(each.held) for each in rounds), "processes_left": left,
+    }  # fmt: skip
+    failed = [
+        {"ground": name, "round": each.number, "heavy": each.heavy, "held": each.held, "differing": each.differing}
+        for each in rounds if each.wrong
+    ]  # fmt: skip
+    done = {**figures["rounds"], name: rounds[-1].number + 1}
+    more = {key: figures[key] + value for key, value in sums.items()}
+    cells_kept = dict(sorted(cells.items()))
+    return figures | more | {
+        "rounds": done, "by_fault": dict(by), "cells": cells_kept, "failed": figures["failed"] + failed,
+    }  # fmt: skip
+
+
+def _line(each: Round) -> str:
+    return (
+        f"{each.number:>5}  {each.ground:<9} {each.faults:>4} {each.heavy:<12} {each.answers:>7} "
+        f"{len(each.differing):>6} {each.cut:>4} {'hung' if each.hung else '-':>5} {each.seconds:>7.1f}  "
+        f"{'; '.join(each.held)}"
+    )
