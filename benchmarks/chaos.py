@@ -11,7 +11,8 @@ adapter, in streams and not. Then the same requests run again, once for each kil
 when the streams have got a random number of events, so the requests are cut at many positions. ``--signal STOP`` stops
 the process instead. Text, tokens, log-probabilities, arguments, ends, ids and usage are compared. A seed repeats the
 requests and the places. ``--every`` sends all requests to one engine and kills it at each token in turn, so that each
-round cuts every request. ``--faults`` is :mod:`benchmarks.common.faults`: servers and clients that fail in every way.
+round cuts every request (:mod:`benchmarks.common.every`). ``--faults`` is :mod:`benchmarks.common.faults`: servers and
+clients that fail in every way.
 """
 
 from __future__ import annotations
@@ -26,8 +27,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -206,11 +207,6 @@ def _add(to: dict[str, Any], choice: dict[str, Any]) -> None:
         to[name] = choice.get(name) or to.get(name)
 
 
-def _events(answer: Answer) -> int | None:
-    """Return the events of a stream so far, None for a whole answer or one that has not begun."""
-    return answer.raw.count(b"data: {") if b"text/event-stream" in answer.raw[:500] else None
-
-
 def blanked(answer: Answer) -> bytes:
     """Return the bytes of an answer's body without chunk sizes, pauses, times, cached tokens and ids of tool calls."""
     body = answer.raw.partition(b"\r\n\r\n")[2]
@@ -218,12 +214,6 @@ def blanked(answer: Answer) -> bytes:
     body = re.sub(rb": an engine starts again[^\n]*\n\n", b"", body)
     body = re.sub(rb'"(created|cached_tokens)":[0-9]+', rb'"\1":0', body)
     return re.sub(rb'"chatcmpl-tool-[0-9a-f]+"|"call_[0-9A-Za-z]+"', b'"call"', body)
-
-
-def renewed(order: list[int], running: list[int]) -> list[int]:
-    """Return the engines' processes by place: a new process has the place of the one that it replaces."""
-    new = iter([pid for pid in running if pid not in order])
-    return [pid if pid in running else next(new, pid) for pid in order]
 
 
 def pauses(answer: Answer, at: float) -> float:
@@ -262,15 +252,13 @@ def metric(port: int, name: str) -> float:
 
 
 def rounds(
-    server: ServerProcess, asked: Sequence[Asked], kills: int, *, seed: int, number: int, every: bool = False
+    server: ServerProcess, asked: Sequence[Asked], kills: int, *, seed: int, number: int
 ) -> list[dict[str, Any]]:
     """Answer ``asked`` once, then once for each kill; return the figures of each round with a kill.
 
-    A kill is the signal ``number``. With ``every`` all requests begin at the engine that is killed, and the kills are
-    spread evenly over the answers; otherwise engine and place are drawn.
+    A kill is the signal ``number`` for a drawn engine, at a drawn place.
     """
     port, process = server.port, server.process.pid
-    order = engines(process)
     draw, size = random.Random(seed), len(engines(process))
     plain = asyncio.run(together(port, asked))
     expected, parts = list(map(normal, plain)), sum(len(each.times) for each in plain)
@@ -279,21 +267,13 @@ def rounds(
     found = []
     for turn in range(kills):
         after, victim, killed = draw.randrange(1, max(parts * 9 // 10, 2)), draw.choice(engines(process)), list[float]()
-        cut: list[int | None] = []
-        rank = None
-        if every:
-            after, rank = max(parts * (turn + 1) // (kills + 1), 1), turn % size
-            victim = order[rank]
 
-        def kill(
-            so_far: list[Answer], victim: int = victim, killed: list[float] = killed, cut: list[int | None] = cut
-        ) -> None:
-            cut += [_events(each) for each in so_far]
+        def kill(so_far: list[Answer], victim: int = victim, killed: list[float] = killed) -> None:
             killed.append(time.monotonic())
             os.kill(victim, number)
 
         moves = metric(port, "request_moves_total")
-        answers = asyncio.run(together(port, asked, after, kill, rank))
+        answers = asyncio.run(together(port, asked, after, kill))
         differing = [
             {"request": at, "kind": each.kind, "expected": want, "got": got}
             for at, (each, want, got) in enumerate(zip(asked, expected, map(normal, answers), strict=True))
@@ -304,9 +284,8 @@ def rounds(
             "moved": metric(port, "request_moves_total") - moves, "differing": differing,
             "pauses_s": sorted(pauses(each, killed[0]) for each in answers) if killed else [],
             "raw_equal": sum(blanked(one) == blanked(other) for one, other in zip(plain, answers, strict=True)),
-            "cut_at": cut, "back_s": round(wait_for_engines(port, size), 2),
+            "back_s": round(wait_for_engines(port, size), 2),
         })  # fmt: skip
-        order = renewed(order, engines(process))
         print(_line(found[-1]), flush=True)
     return found
 
@@ -320,22 +299,41 @@ def _line(each: dict[str, Any]) -> str:
 
 
 def summary(found: Sequence[dict[str, Any]]) -> dict[str, Any]:
-    """Return figures over all rounds: the pauses of cut streams, and the places where streams were cut."""
+    """Return figures over all rounds: the pauses of cut streams."""
     gaps = sorted(gap for each in found for gap in each["pauses_s"])
-    cuts = {(at, place) for each in found for at, place in enumerate(each.pop("cut_at")) if place}
     for each in found:
         each["pauses_s"] = [round(gap, 4) for gap in each["pauses_s"] if gap > 0.001]
     return {
-        "raw_equal": sum(each["raw_equal"] for each in found), "streams_cut_at_places": len(cuts),
+        "raw_equal": sum(each["raw_equal"] for each in found),
         "pause_p50_s": round(gaps[len(gaps) // 2], 4) if gaps else 0.0,
         "pause_p99_s": round(gaps[len(gaps) * 99 // 100], 4) if gaps else 0.0,
     }  # fmt: skip
 
 
+@contextmanager
+def replicas(options: dict[str, Any], module: str = "preheat", **variables: str) -> Iterator[ServerProcess]:
+    """Yield a server with two replicas and an adapter that is ready."""
+    fixed = {
+        "model": "bundled", "data_parallel_size": 2, "num_threads": 1, "kv_cache_memory_bytes": 256 << 20,
+        "engine_restarts": 10_000, "max_num_seqs": 64, "log_level": "error", "enable_auto_tool_choice": True,
+        "tool_call_parser": "hermes",
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        modules = adapted_modules(read_spec(read_config(BUNDLED_PATH)))
+        write_adapter(
+            Path(folder), {name: size for name, size in modules.items() if name.endswith(("q_proj", "v_proj"))}
+        )
+        fixed |= {"enable_lora": True, "lora_modules": [f"{ADAPTER}={folder}"]}
+        quiet = {"env": environment(**variables), "stderr": subprocess.DEVNULL}
+        with serving(fixed | options, module=module, **quiet) as server:
+            server.wait_for("/ready")
+            yield server
+
+
 def main(words: Sequence[str]) -> None:
     flags = parser(__doc__, __name__)
     flags.add_argument("--requests", type=int, default=40)
-    flags.add_argument("--kills", type=int, default=10)
+    flags.add_argument("--kills", type=int, default=10, help="with --every: the most")
     flags.add_argument("--tokens", type=int, default=48)
     flags.add_argument("--seed", type=int, default=0)
     flags.add_argument("--signal", choices=("KILL", "STOP"), default="KILL")
@@ -351,30 +349,22 @@ def main(words: Sequence[str]) -> None:
 
         faults.run(args.faults, args.seed, args.options, ground=args.ground, first=args.first)
         return
+    if args.every:
+        from benchmarks.common import every
+
+        every.run(mixed(args.requests, args.seed, ADAPTER, args.tokens), args.seed, args.options, args.kills)
+        return
     if args.ray:
         from benchmarks.common import ray_ingress
 
         ray_ingress.run(args.requests, args.seed)
         return
-    kills = args.tokens if args.every else args.kills
-    options = {
-        "model": "bundled", "data_parallel_size": 2, "num_threads": 1, "kv_cache_memory_bytes": 256 << 20,
-        "engine_restarts": 10_000, "max_num_seqs": 64, "log_level": "error", "enable_auto_tool_choice": True,
-        "tool_call_parser": "hermes",
-    }  # fmt: skip
     asked = mixed(args.requests, args.seed, ADAPTER, args.tokens)
     print(f"{args.requests} requests of {len(kinds(ADAPTER))} kinds at once, seed {args.seed}, SIG{args.signal}")
     print("round   after  moved  answers  differ  p50 gap  max gap  back s", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        modules = adapted_modules(read_spec(read_config(BUNDLED_PATH)))
-        write_adapter(
-            Path(folder), {name: size for name, size in modules.items() if name.endswith(("q_proj", "v_proj"))}
-        )
-        options |= {"enable_lora": True, "lora_modules": [f"{ADAPTER}={folder}"], **args.options}
-        with serving(options, env=environment(), stderr=subprocess.DEVNULL) as server:
-            server.wait_for("/ready")
-            number = getattr(signal, f"SIG{args.signal}")
-            found = rounds(server, asked, kills, seed=args.seed, number=number, every=args.every)
+    with replicas(args.options) as server:
+        number = getattr(signal, f"SIG{args.signal}")
+        found = rounds(server, asked, args.kills, seed=args.seed, number=number)
     differing = sum(len(each["differing"]) for each in found)
     figures = {"requests": args.requests, "seed": args.seed, "signal": args.signal, "options": args.options}
     figures |= {"kills": sum(each["killed"] for each in found), "moved": sum(each["moved"] for each in found)}
@@ -383,6 +373,6 @@ def main(words: Sequence[str]) -> None:
     print(
         f"{figures['kills']} kills, {figures['moved']:.0f} sequences moved, {differing} of {figures['answers']} differ"
     )
-    print(save("chaos_every" if args.every else "chaos_stop" if args.signal == "STOP" else "chaos", figures))
+    print(save("chaos_stop" if args.signal == "STOP" else "chaos", figures))
     if differing:
         sys.exit(1)

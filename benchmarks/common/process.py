@@ -74,13 +74,20 @@ class ServerProcess:
 
 @contextlib.contextmanager
 def serving(
-    options: dict[str, Any], *, stderr: IO[bytes] | int | None = None, env: dict[str, str] | None = None
+    options: dict[str, Any],
+    *,
+    stderr: IO[bytes] | int | None = None,
+    env: dict[str, str] | None = None,
+    module: str = "preheat",
 ) -> Iterator[ServerProcess]:
-    """Yield a server with ``options``, just started, and tell it to end afterwards."""
+    """Yield a server with ``options``, just started, and tell it to end afterwards.
+
+    ``module`` has the command line of preheat.
+    """
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "preheat", "serve", f"--port={port}", *flags(options)]
+    command = [sys.executable, "-m", module, "serve", f"--port={port}", *flags(options)]
     started = time.perf_counter()
     server = subprocess.Popen(command, stderr=stderr, env=env)
     try:

@@ -55,6 +55,8 @@ class Journal:
     def __init__(self) -> None:
         self._entries: dict[int, _Entry] = {}
         self._owned: dict[Owner | None, set[int]] = {}
+        self.moving = set[int]()
+        """Requests that were lost and have had no result since."""
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -80,6 +82,8 @@ class Journal:
         entries = self._entries
         for id, token in zip(delta.ids, delta.tokens, strict=True):
             entries[id].tokens.append(token)
+        if self.moving:
+            self.moving.difference_update(delta.ids)
         for id in delta.started:
             entries[id].adapter = delta.adapters.get(id, "")
         for id in delta.finished:
@@ -95,6 +99,7 @@ class Journal:
         """Forget a request; an unknown ``id`` is fine."""
         if (entry := self._entries.pop(id, None)) is not None:
             self._owned[entry.owner].discard(id)
+            self.moving.discard(id)
 
     def lost(self, owner: Owner) -> Lost:
         """Take all requests from ``owner``, in the order of their arrival; they wait for an owner then.
@@ -110,6 +115,7 @@ class Journal:
                 found.ended.append(id)
                 self.forget(id)
             else:
+                self.moving.add(id)
                 found.again.append(self._resumed(id))
         return found
 

@@ -1,4 +1,4 @@
-"""The sequences that wait to run: by priority, then in order of arrival."""
+"""The sequences that wait to run: by priority, resumed ones first, then in order of arrival."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import heapq
 from collections.abc import Collection
 
 from preheat.schedule.sequence import Sequence
+
+RESUMED = -(2**62)
+"""The rank of sequences that resume, before others of their priority: their clients have had tokens already."""
 
 _Entry = tuple[tuple[int, int], int]
 """A rank and a request id."""
@@ -23,9 +26,10 @@ class WaitingQueue(dict[int, Sequence]):
         self._arrivals = 0
 
     def arrive(self, sequence: Sequence) -> None:
-        """Queue a new sequence behind the others of its priority."""
+        """Queue a new sequence behind the others of its priority, or behind the resumed ones if it resumes."""
         self._arrivals += 1
-        sequence.rank = sequence.request.priority, self._arrivals
+        place = self._arrivals + (RESUMED if sequence.request.delivered else 0)
+        sequence.rank = sequence.request.priority, place
         self.wait(sequence)
 
     def wait(self, sequence: Sequence) -> None:

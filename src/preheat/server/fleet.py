@@ -17,14 +17,28 @@ from preheat.server.service import Service
 
 logger = logging.getLogger(__name__)
 
+READING_SECONDS = 10.0
+"""The longest time for which an engine starts later, so that others read moved requests with the whole machine."""
+
 PAUSE_SECONDS = 5.0
 """Seconds between two signs of life on a stream that waits for an engine."""
 
 
 class Fleet:
-    """The members of ``service`` through their faults. ``die`` ends the server with the error of the last member."""
+    """The members of ``service`` through their faults.
 
-    def __init__(self, service: Service, replicas: Replicas, die: Callable[[PreheatError], None]) -> None:
+    ``die`` ends the server with the error of the last member. ``started`` is called with a member that starts again.
+    """
+
+    def __init__(
+        self,
+        service: Service,
+        replicas: Replicas,
+        die: Callable[[PreheatError], None],
+        started: Callable[[int], None],
+    ) -> None:
+        self._started = started
+        self._starts: dict[int, float] = {}  # members that start again, and the latest time
         self._service, self._settings, self._replicas, self._die = service, service.settings, replicas, die
         self._restarts = [Restarts(self._settings.engine_restarts) for _ in replicas.members]
         self._reasons = ["died" for _ in replicas.members]
@@ -76,25 +90,40 @@ class Fleet:
         self._service.live.lose(replica)
         self._note()
 
-    def restart(self, replica: int) -> bool:
-        """Start a member again whose process has exited, and return True; False if it stays away."""
-        member, metrics = self._replicas.members[replica], self._service.metrics
+    def restart(self, replica: int) -> None:
+        """Start a member again whose process has exited, unless it stays away.
+
+        It starts when its requests have gone on elsewhere, as a boot would take time from the engines that read them.
+        """
+        member = self._replicas.members[replica]
         if self._service.dead is not None or member.state is not State.DEAD:
-            return False
+            return
         if not self._may_restart(member):
             member.state = State.GONE
             if self._service.draining:
-                return False
+                return
             logger.error("%s", self._replicas.named(replica, "The engine ended too often, and is not started again"))
             self._end_if_alone(EngineDead("The last engine has ended"))
-            return False
+            return
         self._restarts[replica].begin(time.monotonic())
-        metrics.restarts[self._reasons[replica]] += 1
-        self._replicas.restart(replica)
-        return True
+        self._starts[replica] = time.monotonic() + READING_SECONDS
+        self._start()
+
+    def _start(self) -> None:
+        """Start the members again whose time has come."""
+        if self._service.draining or self._service.dead is not None:
+            self._starts.clear()
+        busy = self._replicas.takers and self._replicas.journal.moving
+        for replica, latest in list(self._starts.items()):
+            if not busy or time.monotonic() > latest:
+                del self._starts[replica]
+                self._service.metrics.restarts[self._reasons[replica]] += 1
+                self._replicas.restart(replica)
+                self._started(replica)
 
     def check(self) -> None:
-        """Do the work of time: members that leave, members that are back, requests that wait."""
+        """Do the work of time: members that start again, that leave, members that are back, requests that wait."""
+        self._start()
         for member in self._replicas.members:
             if member.state is State.SERVING:
                 self._restarts[member.number].succeed()

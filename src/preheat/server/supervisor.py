@@ -45,7 +45,7 @@ class Supervisor:
         self._service, self._settings, self._replicas = service, service.settings, replicas
         self._watches = [EngineWatch(replicas, replica) for replica in range(len(replicas.members))]
         self._on_message, self._on_dead = on_message, on_dead
-        self._fleet = Fleet(service, replicas, self._die)
+        self._fleet = Fleet(service, replicas, self._die, lambda replica: self._watches[replica].begin())
         self.boot_error: PreheatError | None = None
         """The error that kept the server from becoming ready, if any."""
         self._frontend: Frontend | None = None
@@ -117,8 +117,7 @@ class Supervisor:
         self._receive()  # its last message may still be on its way
         said = self._replicas.members[replica].process.said(code)
         self._fleet.fall(replica, EngineDead(self._replicas.named(replica, said)), "died")
-        if self._fleet.restart(replica):
-            self._watches[replica].begin()
+        self._fleet.restart(replica)
 
     def _die(self, error: PreheatError) -> None:
         if self._service.dead is not None:
