@@ -2,7 +2,7 @@
 
 The journal of the server tells how many tokens each request has when its engine is lost. SIGUSR1 arms one kill: the
 position with the most requests that no kill has met there yet. The kill is SIGKILL for the engine, once half of these
-requests have come near it. Each kill is a line of JSON in the file ``PREHEAT_WITNESS``, with times of
+requests have come near it, or fewer if no round has so many. Each kill is a line of JSON in the file ``PREHEAT_WITNESS``, with times of
 ``time.monotonic``. A file beside it, ``PREHEAT_WITNESS`` with the suffix ``.lengths``, has the tokens of each choice.
 """
 
@@ -32,6 +32,7 @@ class Witness:
     lengths: dict[Key, int] = field(default_factory=dict)
     met: set[tuple[Key, int]] = field(default_factory=set)
     armed: bool = False
+    share: float = 0.5  # of the wanted requests that must have come near
     turn: int = 0
     target: int = 0
     wanted: set[Key] = field(default_factory=set)
@@ -52,6 +53,7 @@ class Witness:
         self.wanted = {key for key, length in self.lengths.items() if length > self.target} - {
             key for key, k in self.met if k == self.target
         }
+        self.share = self.share / 2 if self.armed else min(self.share * 2, 0.5)
         self.turn += 1
         self.armed, self.moved = True, {}
 
@@ -60,7 +62,7 @@ class Witness:
         if not self.armed:
             return False
         near = self.target - self.turn % 3
-        return 2 * sum(places.get(key, -1) >= near for key in self.wanted) >= max(len(self.wanted), 1)
+        return sum(places.get(key, -1) >= near for key in self.wanted) >= max(len(self.wanted) * self.share, 1)
 
     def write(self) -> None:
         """Write the line of the last kill."""
