@@ -205,6 +205,8 @@ def _add(to: dict[str, Any], choice: dict[str, Any]) -> None:
             kept[name] += call["function"].get(name) or ""
     for name in ("finish_reason", "stop_reason"):
         to[name] = choice.get(name) or to.get(name)
+    if receipt := choice.get("receipt"):
+        to["receipt"] = receipt["chain"]
 
 
 def blanked(answer: Answer) -> bytes:

@@ -16,6 +16,7 @@ ALL = "all"
 """Every benchmark of the suite."""
 
 SINGLE = {
+    "answer_cache": "kept answers over HTTP: hits a second, and answers that differ from the first ones",
     "attention": "paged attention on a GPU, beside the bytes and the operations that it needs",
     "audit": "reading an engine's memory against its digests: a pass, a slice, the share of a step",
     "chaos": "engines that are killed while they answer: answers that differ from the uninterrupted ones, and pauses",
@@ -42,6 +43,7 @@ SINGLE = {
     "quantization": "what a format of weights costs: held-out loss and bytes of the bundled model",
     "power": "speed, clock and power of a GPU at its power limit",
     "ranks": "what two ranks on CPUs exchange: through memory, by TCP, by gloo",
+    "receipts": "answers given again from their receipts on other boots and ranks, and the cost of receipts",
     "roles": "a server that reads prompts and one that decodes: answers that differ from one server's",
     "sampler": "sampling, by rows, vocabulary and sampling parameters",
     "scheduler": "a step of the scheduler, and a long queue",

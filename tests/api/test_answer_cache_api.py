@@ -1,4 +1,4 @@
-"""The answer cache over HTTP: usage, streams and metrics."""
+"""The answer cache over HTTP, before two engines: usage, streams and metrics."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ ASKED = {"prompt": "abc", "temperature": 0, "max_tokens": 5}
 
 @pytest.fixture(scope="module")
 def keeping(folder: Path) -> Iterator[Server]:
-    with serving(str(folder), answer_cache_size=0.01) as server:
+    with serving(str(folder), answer_cache_size=0.01, data_parallel_size=2) as server:
         yield server
 
 

@@ -12,6 +12,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -42,7 +43,7 @@ BODY = {"max_tokens": 12, "temperature": 0, "ignore_eos": True, "logprobs": 2}
 def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     adapter = write_adapter(tmp_path_factory.mktemp("adapters") / "small", 1)
     options = {"enable_lora": True, "max_lora_rank": 4, "lora_modules": [f"small={adapter}"]}
-    options |= {"enable_auto_tool_choice": True, "tool_call_parser": "hermes"}
+    options |= {"enable_auto_tool_choice": True, "tool_call_parser": "hermes", "audit_every": 1e6}
     with serving("bundled", engine=None, data_parallel_size=2, block_size=16, **SMALL, **options) as server:
         yield server
 
@@ -169,6 +170,11 @@ def test_adapters_are_read_by_all(pair: Server) -> None:
     assert texts[0] == texts[1] != texts[2] == texts[3]
 
 
+def test_the_memory_of_all_replicas_is_read_on_demand(pair: Server) -> None:
+    assert pair.get("/health?deep=1").status == 200
+    assert [pair.metric("audit_passes_total", engine=engine) for engine in ENGINES] == [1, 1]
+
+
 def test_replicas_share_the_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.cpu_count", lambda: 16)
 
@@ -190,7 +196,7 @@ def killing(victim: int) -> Callable[[list[Answer]], None]:
 
 def test_a_killed_replica_changes_no_answer(pair: Server) -> None:
     """Each engine is killed once while it answers requests of every kind, each at another of its tokens."""
-    asked = mixed(24, seed=1, adapter="small", tokens=64)
+    asked = [replace(each, body=each.body | {"receipt": True}) for each in mixed(24, 1, "small", 64)]
     expected = asyncio.run(together(pair.port, asked))
     parts = sum(len(each.times) for each in expected)
     for victim in pair.engine_pids:
@@ -198,6 +204,7 @@ def test_a_killed_replica_changes_no_answer(pair: Server) -> None:
         answers = asyncio.run(together(pair.port, asked, parts // 8, killing(victim)))
         for each, one, other in zip(asked, expected, answers, strict=True):
             assert normal(one)["status"] == "200" and normal(one) == normal(other), each
+            assert all(choice["receipt"] for choice in normal(one)["choices"].values())
         assert pair.metric("request_moves_total", reason="died") > moved + 3
         pair.wait_for_engines(2)
 

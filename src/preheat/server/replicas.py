@@ -19,6 +19,7 @@ from preheat.backends.visible import visible_devices
 from preheat.core import (
     AdapterReport,
     Cancel,
+    Command,
     Declined,
     Delta,
     Died,
@@ -26,6 +27,7 @@ from preheat.core import (
     FromEngine,
     Leaving,
     LoadAdapter,
+    Outcome,
     Progress,
     Ready,
     Report,
@@ -78,6 +80,7 @@ class Replicas:
         self._joint: Ready | None = None  # once all are ready for the first time
         self._reference: Ready | None = None  # the facts that every later member must share
         self._progress: dict[int, Progress] = {}
+        self._commanded: dict[int, set[int]] = {}  # members that have not carried out a command, by its id
         self._watch: Callable[[EngineMember], None] = lambda member: None
         self.prepare: Callable[[], Iterable[LoadAdapter]] = tuple
         """Called when a member is back; returns the adapters that it must load before its first request."""
@@ -106,6 +109,8 @@ class Replicas:
             case _:
                 if isinstance(message, ResetPrefixCache):
                     self.router.forget()
+                if isinstance(message, Command):
+                    self._commanded[message.id] = {member.number for member in self.members if member.alive}
                 for member in self.members:
                     if member.alive:
                         member.send(message)
@@ -171,6 +176,7 @@ class Replicas:
         """
         member = self.members[replica]
         member.state = State.DEAD
+        self._commanded.clear()  # the server ends the commands of all
         self.router.clear(replica)
         lost = self.journal.lost(member.owner) if trusted else Lost(ended=self.journal.drop(member.owner))
         member.process.kill()
@@ -199,6 +205,8 @@ class Replicas:
                 self.router.handle(message)
                 if message.stats is not None:
                     message.stats.engine = member.number
+            case Outcome():
+                return self._carried_out(member, message)
             case Report():
                 message.engine = member.number
             case Progress():
@@ -223,6 +231,15 @@ class Replicas:
                 elif member.state is State.STARTING:
                     member.process.kill()
         return [message]
+
+    def _carried_out(self, member: EngineMember, outcome: Outcome) -> list[FromEngine]:
+        """Return the outcome of a command once all members have carried it out, or of the first that fails."""
+        left = self._commanded.get(outcome.id, set())
+        left.discard(member.number)
+        if outcome.error is None and left:
+            return []
+        self._commanded.pop(outcome.id, None)
+        return [outcome]
 
     def _join(self, member: EngineMember, ready: Ready) -> list[FromEngine]:
         if self._any and (error := self._foreign(ready)):
