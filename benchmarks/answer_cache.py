@@ -3,8 +3,8 @@
     python -m benchmarks answer_cache [--hits 100000] [--requests 120] [--check-every 100] [--seed 0]
 
 A server with ``--answer-cache-size`` answers requests of all kinds of ``benchmarks chaos`` once, and keeps the answers.
-Then the same requests come again until there are ``--hits`` hits. One hit in ``--check-every`` is computed live, and the
-server compares it with the kept answer. Each answer is compared with the first one here.
+Then the same requests come again until there are ``--hits`` hits. One hit in ``--check-every`` is computed live, and
+the server compares it with the kept answer. Each answer is compared with the first one here.
 """
 
 from __future__ import annotations

@@ -6,12 +6,17 @@ Random weights, in one process. ``pass_ms`` is the time of all slices of a pass,
 longest one. ``step_ms`` is the median time of a decoding step without the audit. ``every_step_percent`` is the share
 that a slice adds to a step if each step has one. With ``--audit-every S`` the audit takes ``pass_ms`` of every S
 seconds.
+
+    python -m benchmarks audit --watch 30
+
+serves for 30 minutes under load, with adapters, updates, sleep and replicas (:mod:`benchmarks.common.watch`).
 """
 
 from __future__ import annotations
 
 import json
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -87,7 +92,17 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--rows", type=int, default=4)
     flags.add_argument("--tokens", type=int, default=64)
     flags.add_argument("--options", type=json.loads, default={}, help="of the engine, as JSON")
+    flags.add_argument("--watch", type=float, metavar="MINUTES", help="serve under load, and count false alarms")
     args = flags.parse_args(words)
+    if args.watch is not None:
+        from benchmarks.common import watch
+
+        found = watch.run(args.watch)
+        print(json.dumps(found))
+        print(save("audit_watch", found))
+        if any(each["faults"] or each["restarts"] or not each["passes"] for each in found["servers"].values()):
+            sys.exit(1)
+        return
     with tempfile.TemporaryDirectory() as name:
         options = FIXED | {"kv_cache_memory_bytes": 1 << 28, "dtype": "bfloat16"}
         if args.shape in SHAPES:

@@ -122,15 +122,23 @@ def mixed(count: int, seed: int = 0, adapter: str | None = None, tokens: int = 4
 
 
 async def answer(
-    port: int, asked: Asked, id: str, seen: Callable[[], None], *, found: Answer | None = None, rank: int | None = None
+    port: int,
+    asked: Asked,
+    id: str,
+    seen: Callable[[], None],
+    *,
+    found: Answer | None = None,
+    rank: int | None = None,
+    key: str = "",
 ) -> Answer:
     """Return the answer to ``asked``, also as ``found`` while it comes; ``seen`` is called with each part of it.
 
-    ``rank`` is the engine to begin at.
+    ``rank`` is the engine to begin at, ``key`` the server's key.
     """
     data, found = json.dumps(asked.body).encode(), found or Answer()
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     head = f"POST {asked.path} HTTP/1.1\r\nHost: x\r\nConnection: close\r\nX-Request-Id: {id}\r\n"
+    head += f"Authorization: Bearer {key}\r\n" if key else ""
     head += "" if rank is None else f"X-data-parallel-rank: {rank}\r\n"
     writer.write(head.encode() + b"Content-Length: %d\r\n\r\n%b" % (len(data), data))
     while more := await reader.read(1 << 16):
@@ -147,6 +155,8 @@ async def together(
     after: int = 0,
     then: Callable[[list[Answer]], None] | None = None,
     rank: int | None = None,
+    *,
+    key: str = "",
 ) -> list[Answer]:
     """Return the answers to all requests, sent at once; call ``then`` once ``after`` parts of streams have come.
 
@@ -163,7 +173,7 @@ async def together(
     async with asyncio.timeout(SECONDS):
         each = zip(asked, found, strict=True)
         return await asyncio.gather(
-            *(answer(port, one, f"c{at}", seen, found=got, rank=rank) for at, (one, got) in enumerate(each))
+            *(answer(port, one, f"c{at}", seen, found=got, rank=rank, key=key) for at, (one, got) in enumerate(each))
         )
 
 

@@ -26,7 +26,8 @@ from benchmarks.common.report import parser, save
 AT_ONCE, TURNS = 32, 15
 ENGINE: dict[str, Any] = {
     "num_threads": 1, "kv_cache_memory_bytes": 128 << 20, "max_num_seqs": 64, "tp_invariant": True,
-    "execution_mode": "eager", "skip_warmup": True, "boot_check": "off", "log_level": "error", "enable_auto_tool_choice": True, "tool_call_parser": "hermes",
+    "execution_mode": "eager", "skip_warmup": True, "boot_check": "off", "log_level": "error",
+    "enable_auto_tool_choice": True, "tool_call_parser": "hermes",
 }  # fmt: skip
 
 

@@ -3,7 +3,8 @@
 The journal of the server tells how many tokens each request has when its engine is lost. SIGUSR1 arms one kill: the
 position with the most requests that no kill has met there yet. The kill is SIGKILL for the engine, once half of these
 requests have come near it, or fewer if no round has so many. Each kill is a line of JSON in the file
-``PREHEAT_WITNESS``, with times of ``time.monotonic``. A file beside it, ``PREHEAT_WITNESS`` with the suffix ``.lengths``, has the tokens of each choice.
+``PREHEAT_WITNESS``, with times of ``time.monotonic``. A file beside it, with the suffix ``.lengths``, has the tokens of
+each choice.
 """
 
 from __future__ import annotations
