@@ -13,11 +13,12 @@ def rows() -> list[str]:
     """Return the rows of the table, as the records have them."""
     every, faults, ray = (figures(name) for name in ("chaos_every", "chaos_faults", "chaos_ray"))
     stop = figures("chaos_stop")
-    moved = f"{every['moved']:,.0f} sequences moved, {every['streams_cut_at_places']:,} places of streams"
+    moved = f"{every['moved']:,.0f} sequences moved by {every['kills']} kills"
+    met = f"{every['positions_met']:,} of {every['positions']:,} tokens of {every['requests']} requests"
     left = f"{faults['hung']} clients hung, {faults['held']} blocks held, {faults['processes_left']} processes left"
     rate = f"{ray['through']['items_per_s']} items/s through the ingress"
     cells = [
-        (f"kill -9 at each of {every['kills']} places of {every['requests']} requests", every["answers"],
+        (f"kill -9 at {met}", every["answers"],
          every["differing"], f"{moved}; p99 of the pauses {every['pause_p99_s']:.1f} s"),
         (f"SIGSTOP {stop['kills']} times under {stop['requests']} requests", stop["answers"], stop["differing"],
          f"{stop['moved']:,.0f} sequences moved; p99 of the pauses {stop['pause_p99_s']:.1f} s, 1.5 to notice"),
