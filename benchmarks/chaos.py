@@ -336,8 +336,8 @@ def replicas(options: dict[str, Any], module: str = "preheat", **variables: str)
             Path(folder), {name: size for name, size in modules.items() if name.endswith(("q_proj", "v_proj"))}
         )
         fixed |= {"enable_lora": True, "lora_modules": [f"{ADAPTER}={folder}"]}
-        quiet = {"env": environment(**variables), "stderr": subprocess.DEVNULL}
-        with serving(fixed | options, module=module, **quiet) as server:
+        own = environment(**variables)
+        with serving(fixed | options, module=module, env=own, stderr=subprocess.DEVNULL) as server:
             server.wait_for("/ready")
             yield server
 

@@ -94,8 +94,8 @@ def run(minutes: float) -> dict[str, Any]:
         write_adapter(folder / "adapter", {name: size for name, size in modules.items() if name.endswith("q_proj")})
         servers = {}
         for name in ("adapters", "updates", "replicas"):
-            server = serving(options(name, folder), env=environment(), stderr=subprocess.DEVNULL)
-            servers[name] = opened.enter_context(server)
+            starting = serving(options(name, folder), env=environment(), stderr=subprocess.DEVNULL)
+            servers[name] = opened.enter_context(starting)
             done[name] = {"answers": 0, "commands": {}}
         for server in servers.values():
             server.wait_for("/ready")
