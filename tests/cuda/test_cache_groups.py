@@ -21,6 +21,7 @@ from tests.cuda.test_families import LENGTH, VOCAB, model_of
 OPTIONS: dict[str, Any] = {
     "device": "cuda", "skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 128, "block_size": 16,
     "max_model_len": LENGTH, "num_gpu_blocks_override": 300, "boot_check": "full", "on_cold": "raise",
+    "skip_warmup": False,
 }  # fmt: skip
 GREEDY = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, logprobs=1)
 

@@ -62,7 +62,7 @@ def layer(lengths: tuple[int, ...] = LENGTHS, value: Recurrence = VALUE) -> Delt
 
 
 @pytest.mark.parametrize("config", [Config(4, 1), Config(8, 1), Config(16, 4), Config(64, 8)])
-@pytest.mark.parametrize("key_dim", [16, 64, 128, 256])
+@pytest.mark.parametrize("key_dim", [64, 128, 256])
 def test_the_recurrence_has_the_bits_of_the_reference(config, key_dim, monkeypatch):
     """The order of every sum is the contract's, whatever columns and warps a program has, and nothing is fused."""
     monkeypatch.setattr(delta, "PROMPTS", config)

@@ -160,5 +160,5 @@ def test_gates_are_the_reference():
 
 def test_other_sizes_are_refused_by_name():
     assert lacking(PORTABLE, VALUE) is None
-    for change in ({"key_dim": 512}, {"value_dim": 2}):
+    for change in ({"key_dim": 512}, {"key_dim": 16}, {"value_dim": 2}):
         assert "states with heads" in (lacking(PORTABLE, dataclasses.replace(VALUE, **change)) or "")

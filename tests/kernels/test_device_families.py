@@ -45,7 +45,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "rope_scaling": {"type": "longrope", "short_factor": [1.0] * 6, "long_factor": [1.0, 2, 3, 4, 5, 6]},
     },
     "Qwen3Next": {
-        **LLAMA, "head_dim": 16, "linear_key_head_dim": 8, "linear_value_head_dim": 4, "linear_num_key_heads": 1,
+        **LLAMA, "head_dim": 16, "linear_key_head_dim": 64, "linear_value_head_dim": 4, "linear_num_key_heads": 1,
         "linear_num_value_heads": 2, "full_attention_interval": 2, "num_experts": 3, "num_experts_per_tok": 2,
         "moe_intermediate_size": 16, "shared_expert_intermediate_size": 24, "partial_rotary_factor": 0.5,
         "mlp_only_layers": [0], "norm_topk_prob": False, "attention_bias": True,
