@@ -28,8 +28,7 @@ from preheat.verify.random_models import (
     ENCODERS,
     FAMILIES,
     HEAD_RATIOS,
-    WITH_LATENTS,
-    WITH_STATES,
+    WITH_SIZES,
     random_config,
     random_encoder,
 )
@@ -81,13 +80,13 @@ def test_models_that_a_device_cannot_run_are_not_drawn(monkeypatch, tmp_path):
     backend = CpuBackend()
     monkeypatch.setattr(backend, "facts", CUDA)
     monkeypatch.setattr("preheat.verify.fuzz.pick_backend", lambda device: backend)
-    refused = {*WITH_LATENTS, *WITH_STATES}
+    refused = {WITH_SIZES}
     seeds = [seed for seed in range(60) if random_config(random.Random(seed))["architectures"][0] in refused]
     for seed in seeds:
         fuzz = Fuzz(boot_engine, Settings.load({"device": "cpu"}), True)
         *_, shown = fuzz._model(tmp_path, random.Random(seed), seed)
         assert shown[0] not in refused
-    assert len(seeds) > 5
+    assert len(seeds) > 3
 
 
 def test_its_flags_belong_together(capsys):

@@ -61,7 +61,8 @@ def test_windows_give_blocks_back_and_change_no_bits(folder: str, dtype: str) ->
 
 
 def test_the_check_at_boot_and_verify_pass(folder: str) -> None:
-    settings = Settings.load({**OPTIONS, "model": folder, "max_num_seqs": 16, "num_gpu_blocks_override": 900})
+    asked_for = {"max_num_seqs": 16, "num_gpu_blocks_override": 900, "on_cold": "warn"}  # digests are for verify alone
+    settings = Settings.load({**OPTIONS, **asked_for, "model": folder})
 
     def prompts(engine: Engine) -> list[Prompt]:
         return make_prompts(REDUCED, engine.vocab_size, engine.ready.max_model_len)
