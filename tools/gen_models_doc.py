@@ -85,8 +85,8 @@ batches and preemption change no bit: `tests/cpu/test_delta.py`, `tests/cpu/test
 
 - They run on a CPU, in `--execution-mode eager`. Step 4 of the contract is a compiled function there.
 - They run on a GPU, eager or by graphs. One kernel takes rows that decode and prompts, token after token. The order of
-  its sums is the contract's (`src/preheat/backends/cuda/delta_kernels.py`). The kernels are compiled for each kind of
-  GPU and interpreted on a CPU; no GPU has run them yet (`tests/cuda/test_hybrids.py`).
+  its sums is the contract's (`src/preheat/backends/cuda/delta_kernels.py`). Heads of keys have 64 to
+  256 numbers there (`tests/cuda/test_hybrids.py`).
 - A sequence has a state slot; all slots are counted in the memory before the KV cache. One sequence of Qwen3.5-35B-A3B
   takes 61 MiB, so `--max-num-seqs` decides much of the memory.
 - More state slots hold the states that [hits and drafts](#kept-states) need.
@@ -124,6 +124,10 @@ Adding a family: [adding.md](adding.md#a-model-family).
 """
 
 
+ENCODERS_ON_GPU = ("Bert", "ModernBert", "NomicBert")
+"""Encoders that `tests/cuda/test_encoders.py` runs."""
+
+
 def render() -> str:
     """Return the text of docs/models.md."""
     columns = ["Family", "Special", "Compared with transformers at", "CPU", "GPU", "Tensor-parallel", "Quantized"]
@@ -139,7 +143,10 @@ def _encoders() -> str:
     for family, make in ENCODERS.items():
         names = "<br>".join(f"`{family}{head}`" for head in ENCODER_HEADS if encoder_name(f"{family}{head}"))
         about = " ".join((make.__doc__ or "").partition("\n\n")[0].split())
-        found.append([names, about, "yes", "not yet" if family == "MPNet" else "kernels interpreted, never run"])
+        gpu = (
+            "yes" if family in ENCODERS_ON_GPU else "not yet" if family == "MPNet" else "by the same kernels, not tried"
+        )
+        found.append([names, about, "yes", gpu])
     return "".join(map(_line, [*rows, *found]))
 
 
@@ -170,8 +177,7 @@ def _row(family: Callable[[Config], ModelSpec], names: list[str]) -> str:
     assert sizes, f"no checkpoint of {names} is compared with transformers"
     cells = ["<br>".join(f"`{name}`" for name in names), adds, "<br>".join(dict.fromkeys(sizes)), "yes"]
     late = QWEN_VL in names or any(spec.layers[0].end for spec in specs)
-    untried = states or any(spec.attentions[0].latent for spec in specs)
-    cells.append("not yet" if late else "kernels interpreted, never run" if untried else "yes")
+    cells.append("not yet" if late else "yes")
     stacked = GPT_OSS in names
     shared = not (LLAVA in names or QWEN_VL in names or stacked or whole or states)
     return _line(
