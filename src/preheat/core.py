@@ -619,7 +619,7 @@ class Finish(msgspec.Struct, array_like=True):
     error: WireError | None = None
 
 
-class TokenLogprobs(msgspec.Struct, array_like=True):
+class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     """Natural logarithms of the model's distribution, before penalties and temperature, at one position.
 
     ``rank`` counts from 1. ``top`` has the most likely tokens in order; in a tie, the lowest id first. If a request has

@@ -38,7 +38,7 @@ from preheat.server.running import RunningRequests
 from preheat.server.service import Service
 from preheat.server.supervisor import Supervisor
 from preheat.settings import OPTIONS, Settings
-from preheat.utils.gc import collect_and_freeze
+from preheat.utils.gc import collect_seldom
 
 DEPLOYMENT, INGRESS = "preheat", "preheat-ingress"
 _TAKEN, _REFUSED = b"\x00", b"\x01"
@@ -182,7 +182,7 @@ class _Server:
 
     def _heard(self, message: FromEngine) -> None:
         if isinstance(message, Ready) and not self._hot.done():
-            collect_and_freeze()
+            collect_seldom()
             if message.blocked_reason:
                 self._hot.set_exception(PreheatError(message.blocked_reason))
             else:

@@ -19,7 +19,7 @@ from pathlib import Path
 import msgspec
 import zmq
 
-from preheat.core import Died, FromEngine, Leaving, Request, ToEngine, Wake
+from preheat.core import Delta, Died, FromEngine, Leaving, Request, ToEngine, TokenLogprobs, Wake
 from preheat.errors import PreheatError, WireError
 from preheat.utils.heartbeat import Heartbeat
 
@@ -28,6 +28,12 @@ _REQUESTS, _DELTAS = "requests", "deltas"  # the names of the two sockets
 _MAX_SOCKET_PATH = 100  # the kernel's limit is 108 bytes, on some systems 104
 _RETRY_MS = 20  # between attempts to connect to an end that does not exist yet
 _LINGER_MS = 1000  # for the last message to leave before an end closes
+
+PART_ENTRIES = 1_000
+"""Most log-probabilities of a prompt in one message. Decoding holds Python's lock, about 2 ms for so many."""
+
+RECEIVE_SECONDS = 0.005
+"""After so long the frontend leaves further messages for its next call, so that its event loop turns."""
 
 
 class InlineTransport:
@@ -76,6 +82,13 @@ class Beat(msgspec.Struct, tag="beat"):
     """The engine is alive."""
 
 
+class Part(msgspec.Struct, tag="part"):
+    """Further ``entries`` of the prompt of sequence ``id``; the last ones come with the delta that has the others."""
+
+    id: int
+    entries: list[TokenLogprobs | None]
+
+
 class _End:
     """One of two processes, with its two sockets.
 
@@ -120,8 +133,20 @@ class EngineTransport(_End):
         return messages
 
     def put(self, message: FromEngine) -> None:
-        """Send a message to the frontend."""
+        """Send a message to the frontend. Long lists of a prompt's log-probabilities go ahead of it, in parts."""
+        if isinstance(message, Delta) and message.prompt_logprobs:
+            message = self._put_parts(message)
         self._out.send(self._encoder.encode(message))
+
+    def _put_parts(self, delta: Delta) -> Delta:
+        """Send all but the last part of each list, and return the delta with the last parts."""
+        rest = dict[int, list[TokenLogprobs | None]]()
+        for id, entries in delta.prompt_logprobs.items():
+            last = max(len(entries) - 1, 0) // PART_ENTRIES * PART_ENTRIES
+            for first in range(0, last, PART_ENTRIES):
+                self._out.send(self._encoder.encode(Part(id, entries[first : first + PART_ENTRIES])))
+            rest[id] = entries[last:]
+        return msgspec.structs.replace(delta, prompt_logprobs=rest)
 
     def waker(self) -> Callable[[], None]:
         """Return a function that ends a wait in :meth:`take`; any thread may call it."""
@@ -163,7 +188,9 @@ class FrontendTransport(_End):
     def __init__(self) -> None:
         self.address = f"{_SCHEME}{_private_folder()}/"
         super().__init__(self.address + _DELTAS, self.address + _REQUESTS)
-        self._decoder = msgspec.msgpack.Decoder(FromEngine | Taken | Beat)
+        self._decoder = msgspec.msgpack.Decoder(FromEngine | Taken | Beat | Part)
+        self._frames = deque[bytes]()  # that have arrived and were not decoded yet
+        self._parts = dict[int, list[TokenLogprobs | None]]()  # by sequence, until their delta comes
         self.untaken: deque[tuple[int, float]] = deque()
         self.beat_at: float | None = None
 
@@ -180,20 +207,39 @@ class FrontendTransport(_End):
         if isinstance(message, Request):
             self.untaken.append((message.id, time.monotonic()))
 
-    def receive(self) -> list[FromEngine]:
-        """Return all messages of the engine since the last call; never waits."""
-        messages: list[FromEngine] = []
-        for frame in _frames(self._in):
-            message = self._decoder.decode(frame)
+    @property
+    def behind(self) -> bool:
+        """Whether messages have arrived that :meth:`receive` has left for its next call."""
+        return bool(self._frames)
+
+    def receive(self, seconds: float = RECEIVE_SECONDS) -> list[FromEngine]:
+        """Return messages of the engine since the last call, as many as ``seconds`` suffice for; never waits."""
+        messages, end = list[FromEngine](), time.monotonic() + seconds
+        self._frames += _frames(self._in)
+        while self._frames:
+            message = self._decoder.decode(self._frames.popleft())
             match message:
                 case Taken():
                     for _ in range(message.count):
                         self.untaken.popleft()
                 case Beat():
                     self.beat_at = time.monotonic()
+                case Part():
+                    self._parts.setdefault(message.id, []).extend(message.entries)
+                case Delta():
+                    messages.append(self._joined(message))
                 case _:
                     messages.append(message)
+            if time.monotonic() > end:
+                break
         return messages
+
+    def _joined(self, delta: Delta) -> Delta:
+        """Put the parts that came before ``delta`` ahead of its last ones."""
+        if self._parts:
+            for id, entries in delta.prompt_logprobs.items():
+                delta.prompt_logprobs[id] = [*self._parts.pop(id, ()), *entries]
+        return delta
 
     def close(self) -> None:
         self._context.destroy(linger=0)

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from preheat.core import Cancel, Delta, Drain, Finish, Ready, Request, SamplingParams, Stats, TokenLogprobs
-from preheat.transport import EngineTransport, FrontendTransport, InlineTransport
+from preheat.transport import PART_ENTRIES, EngineTransport, FrontendTransport, InlineTransport
 from preheat.utils.heartbeat import INTERVAL_SECONDS
 from tests.waiting import until
 
@@ -38,7 +38,7 @@ def ends():
 def received(front: FrontendTransport, count: int) -> list:
     messages = []
     while len(messages) < count:
-        assert select.select([front.fileno()], [], [], 5)[0], "nothing came"
+        assert front.behind or select.select([front.fileno()], [], [], 5)[0], "nothing came"
         messages += front.receive()
     return messages
 
@@ -54,6 +54,30 @@ def test_messages_arrive_as_they_were(ends) -> None:
     for message in (Ready(64, 10, 16, 0.5), DELTA):
         engine.put(message)
     assert received(front, 2) == [Ready(64, 10, 16, 0.5), DELTA]
+
+
+@pytest.mark.parametrize("count", [0, 1, PART_ENTRIES, PART_ENTRIES + 1, 3 * PART_ENTRIES + 7])
+def test_a_long_prompt_comes_in_parts_and_arrives_whole(ends, count: int, monkeypatch) -> None:
+    """No message is long, and the receiver leaves some for its next call; two prompts do not mix."""
+    front, engine = ends
+    entries = {id: [TokenLogprobs(id * at, -0.5, 1, []) for at in range(count)] for id in (3, 4)}
+    sent, out = list[bytes](), engine._out
+
+    class Out:
+        def send(self, frame: bytes) -> None:
+            sent.append(frame)
+            out.send(frame)
+
+    monkeypatch.setattr(engine, "_out", Out())
+    engine.put(Delta(ids=[3, 4], tokens=[1, 2], prompt_logprobs=entries))
+    monkeypatch.undo()
+    assert len(sent) == 1 + 2 * (max(count - 1, 0) // PART_ENTRIES)
+    messages, calls = list[Delta](), 0
+    while not messages:
+        assert front.behind or select.select([front.fileno()], [], [], 5)[0], "nothing came"
+        messages, calls = front.receive(seconds=0.0), calls + 1
+    assert messages == [Delta(ids=[3, 4], tokens=[1, 2], prompt_logprobs=entries)]
+    assert calls >= len(sent) and not front.behind
 
 
 def test_requests_are_receipted(ends) -> None:

@@ -6,7 +6,7 @@ Keys that are null in their answers are null here too, because clients read them
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 from msgspec import UNSET, Struct, UnsetType
@@ -79,9 +79,34 @@ class CompletionLogprobs(Struct):
     top_logprobs: list[dict[str, float] | None]
     text_offset: list[int]
 
-    def __add__(self, more: CompletionLogprobs) -> CompletionLogprobs:
-        """Concatenate the logprobs of a text and its continuation."""
-        return CompletionLogprobs(*(getattr(self, name) + getattr(more, name) for name in self.__struct_fields__))
+
+class PromptPart(NamedTuple):
+    """The logprobs of a prompt, encoded once for all of its choices.
+
+    ``fields`` are lists of JSON without the closing bracket. The prompt has ``characters`` characters.
+    """
+
+    fields: tuple[bytes, ...]
+    characters: int
+
+    @classmethod
+    def of(cls, logprobs: CompletionLogprobs) -> PromptPart:
+        """Return the part of a prompt of one token or more."""
+        lists = (getattr(logprobs, name) for name in logprobs.__struct_fields__)
+        return cls(tuple(encode(each)[:-1] for each in lists), sum(map(len, logprobs.tokens)))
+
+    def followed_by(self, more: CompletionLogprobs) -> Any:
+        """Return the logprobs of the prompt and of its continuation, as raw JSON for a field of an answer."""
+        pieces = list[bytes]()
+        for name, before in zip(more.__struct_fields__, self.fields, strict=True):
+            after = _continued(encode(getattr(more, name)))
+            pieces += b',"' if pieces else b'{"', name.encode(), b'":', before, after
+        return msgspec.Raw(b"".join((*pieces, b"}")))  # one copy of megabytes
+
+
+def _continued(encoded_list: bytes) -> bytes:
+    """Return a list of JSON as the end of another one."""
+    return b"]" if encoded_list == b"[]" else b",%b" % encoded_list[1:]
 
 
 class CompletionChunkChoice(Struct):

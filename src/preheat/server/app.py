@@ -49,7 +49,7 @@ from preheat.server.shutdown import Server, Shutdown
 from preheat.server.try_it import try_it
 from preheat.server.turns import SWITCH_SECONDS
 from preheat.settings import Settings
-from preheat.utils.gc import collect_and_freeze
+from preheat.utils.gc import collect_seldom
 from preheat.utils.log import exit_after, leave, set_up_logging
 from preheat.utils.memory import give_back_large_blocks
 
@@ -95,7 +95,7 @@ def run_server(
     def on_message(message: FromEngine) -> None:
         bar.show(message)
         if isinstance(message, Ready):
-            collect_and_freeze()
+            collect_seldom()
             if not message.blocked_reason and on_ready is not None:
                 on_ready(settings)
             if message.blocked_reason and on_blocked is not None:

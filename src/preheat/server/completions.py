@@ -20,8 +20,8 @@ from preheat.server.answers import (
     Completion,
     CompletionChoice,
     CompletionChunkChoice,
-    CompletionLogprobs,
     PromptLogprobs,
+    PromptPart,
 )
 from preheat.server.beam_search import as_searches
 from preheat.server.body import interpreted, read_request
@@ -146,7 +146,7 @@ class _Prompt(NamedTuple):
     """
 
     text: str
-    logprobs: CompletionLogprobs | None
+    logprobs: PromptPart | None
     alternatives: PromptLogprobs
 
 
@@ -207,14 +207,13 @@ class _CompletionWriter(CompletionsWriter):
             answer.prompt_token_ids = state.shown_ids if delta.first else None
         return answer
 
-    def _logprobs(self, index: int, state: RequestState, delta: OutputDelta, echo: bool) -> CompletionLogprobs:
+    def _logprobs(self, index: int, state: RequestState, delta: OutputDelta, echo: bool) -> Any:
+        """Return the logprobs of ``delta``, or raw JSON with the prompt's ahead of them."""
         before = self._prompt(state).logprobs if echo else None
-        offset = self._offsets.get(index, 0)
-        if before is not None:
-            offset = sum(map(len, before.tokens))
+        offset = self._offsets.get(index, 0) if before is None else before.characters
         logprobs = completion_logprobs(self.names, delta.token_ids, delta.logprobs or (), offset)
         self._offsets[index] = offset + sum(map(len, logprobs.tokens))
-        return logprobs if before is None else before + logprobs
+        return logprobs if before is None else before.followed_by(logprobs)
 
     def _prompt(self, state: RequestState) -> _Prompt:
         """Return the shown parts of the prompt, made once for all of its choices."""
@@ -223,7 +222,9 @@ class _CompletionWriter(CompletionsWriter):
             shows = self._echo and state.prompt_logprobs
             self._prompts[key] = _Prompt(
                 state.prompt_text if self._echo else "",
-                completion_logprobs(self.names, state.prompt_ids, state.prompt_logprobs, 0) if shows else None,
+                PromptPart.of(completion_logprobs(self.names, state.prompt_ids, state.prompt_logprobs, 0))
+                if shows
+                else None,
                 prompt_logprobs_of(state) if self._prompt_logprobs else [],
             )
         return self._prompts[key]

@@ -30,6 +30,11 @@ class EngineWatch:
         self.stalled = None
         self.rest()
 
+    @property
+    def behind(self) -> bool:
+        """Whether messages of the engine wait for the next :meth:`receive`."""
+        return self._replicas.members[self.replica].behind
+
     def receive(self) -> list[FromEngine]:
         """Return the engine's messages; any message proves that the engine runs."""
         untaken = len(self._transport.untaken)

@@ -77,6 +77,11 @@ class Transport(Protocol):
     untaken: deque[tuple[int, float]]
     beat_at: float | None
 
+    @property
+    def behind(self) -> bool:
+        """Whether messages wait for the next :meth:`receive`."""
+        ...
+
     def send(self, message: ToEngine) -> None:
         """Send a message; never blocks."""
         ...
@@ -126,6 +131,11 @@ class EngineMember:
     def receive(self) -> list[FromEngine]:
         """Return the messages since the last call; never waits."""
         return self.process.transport.receive() if self.process.open else []
+
+    @property
+    def behind(self) -> bool:
+        """Whether messages wait for the next :meth:`receive`."""
+        return self.process.open and self.process.transport.behind
 
     def leave(self) -> None:
         """Note that the engine wants to end; it gets no more requests."""

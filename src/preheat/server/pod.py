@@ -89,6 +89,7 @@ class Pod:
         self.transport, self.open, self._calls = self, True, calls
         self.untaken = deque[tuple[int, float]]()  # a pod takes a request at once, or declines it
         self.beat_at: float | None = None
+        self.behind = False  # messages are taken all at once
         self._inbox: list[FromEngine] = []
         self._running: dict[int, asyncio.Task[None]] = {}
         self._hello: Hello | None = None

@@ -26,9 +26,12 @@ from preheat.server.params import TokenIds
 from preheat.server.running import RunningRequests
 from preheat.server.schema import Sampling, StreamOptions
 from preheat.server.service import Service
-from preheat.server.turns import in_slices
+from preheat.server.turns import slices
 
 FLOAT_BYTES = 4
+
+LONG_BYTES = 1 << 18
+"""An event of more bytes is sent by itself."""
 
 
 def event_of(message: Struct | dict[str, Any]) -> bytes:
@@ -144,7 +147,7 @@ class Writer(WholeWriter):
                 if first not in opened:
                     opened.add(first)
                     await self.read_prompt(choice.state)
-            body += b"".join(await in_slices(self.event(first, choice) for first, choice in due))
+            body = await self._write(body, due, send)
             pending = [(first, choice) for first, choice in pending if not (choice.sent_end or choice.state.error)]
             if not pending or running.gone:
                 break
@@ -156,6 +159,22 @@ class Writer(WholeWriter):
             await running.change()
         error = next((state.error for state in self._states if state.error), None)
         await send({"type": "http.response.body", "body": body + self.closing(error)})
+
+    async def _write(self, body: bytes, due: Sequence[tuple[int, Choice]], send: Send) -> bytes:
+        """Add the events of ``due`` choices to ``body``, in slices of time; return the rest that was not sent.
+
+        A long body is sent at once: a prompt that many choices repeat would else be held and copied many times.
+        """
+        events = [body]
+        async for event in slices(self.event(first, choice) for first, choice in due):
+            if len(event) < LONG_BYTES:
+                events.append(event)
+                continue
+            for part in (b"".join(events), event):
+                if part:
+                    await send({"type": "http.response.body", "body": part, "more_body": True})
+            events = []
+        return b"".join(events)
 
 
 class CompletionsWriter(Writer):

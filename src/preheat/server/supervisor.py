@@ -110,11 +110,15 @@ class Supervisor:
                     service.live.book(message.record, message.engine)
                 self._on_message(message)
         service.stalled = next((watch.stalled for watch in self._watches if watch.stalled), None)
+        if any(watch.behind for watch in self._watches):
+            asyncio.get_running_loop().call_soon(self._receive)
 
     def _exited(self, replica: int, code: int) -> None:
         if self._stopping:
             return
         self._receive()  # its last message may still be on its way
+        while self._watches[replica].behind:
+            self._receive()
         said = self._replicas.members[replica].process.said(code)
         self._fleet.fall(replica, EngineDead(self._replicas.named(replica, said)), "died")
         self._fleet.restart(replica)

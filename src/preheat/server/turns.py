@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
@@ -118,10 +118,14 @@ async def in_turn(request: Request, chars: int, work: Callable[[], Result], *, t
 
 async def in_slices(steps: Iterable[Result]) -> list[Result]:
     """Return the results of ``steps``, run in the event loop in slices of time."""
-    end, found = time.monotonic() + SLICE_SECONDS, list[Result]()
-    for step in steps:
-        found.append(step)
+    return [found async for found in slices(steps)]
+
+
+async def slices(steps: Iterable[Result]) -> AsyncIterator[Result]:
+    """Yield the results of ``steps``, run in the event loop in slices of time."""
+    end = time.monotonic() + SLICE_SECONDS
+    for found in steps:
+        yield found
         if time.monotonic() > end:
             await asyncio.sleep(0)
             end = time.monotonic() + SLICE_SECONDS
-    return found

@@ -8,11 +8,24 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+SELDOM = 20_000, 20, 20
+"""Objects that are made between two walks over the youngest, such walks to one over older objects, and so on."""
+
 
 def collect_and_freeze() -> None:
     """Collect once, and never look at the remaining objects again."""
     gc.collect()
     gc.freeze()
+
+
+def collect_seldom() -> None:
+    """Collect once, never look at the remaining objects again, and look at new ones seldom.
+
+    For a server: a request may bring 100,000 objects, and by Python's thresholds each 700 of them cause a walk. A walk
+    over 20,000 takes about 2 ms. Cycles are few, as most objects end with their request.
+    """
+    collect_and_freeze()
+    gc.set_threshold(*SELDOM)
 
 
 @functools.cache
