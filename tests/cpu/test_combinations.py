@@ -112,13 +112,9 @@ class Made:
             (folder / name).write_bytes((self.text / name).read_bytes())
         return folder
 
-    @cache  # noqa: B019 - one object
-    def experts(self) -> Path:
-        """A model of two layers: a dense one, and one with experts."""
-        own = {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0], "num_experts": 4,
-               "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
-               "decoder_sparse_step": 1}  # fmt: skip
-        folder = self.folder / "experts"
+    def _beside_text(self, name: str, own: dict[str, Any]) -> Path:
+        """Write a model with the tokenizer of the text model, and with ``own`` values in the config."""
+        folder = self.folder / name
         folder.mkdir()
         (folder / "config.json").write_text(json.dumps(self.config | own))
         for path in self.text.iterdir():
@@ -127,16 +123,19 @@ class Made:
         return folder
 
     @cache  # noqa: B019 - one object
+    def experts(self) -> Path:
+        """A model of two layers: a dense one, and one with experts."""
+        own = {"architectures": ["Qwen3MoeForCausalLM"], "mlp_only_layers": [0], "num_experts": 4,
+               "num_experts_per_tok": 2, "moe_intermediate_size": 64, "norm_topk_prob": True,
+               "decoder_sparse_step": 1}  # fmt: skip
+        return self._beside_text("experts", own)
+
+    @cache  # noqa: B019 - one object
     def states(self) -> Path:
         own = {"architectures": ["Qwen3_5ForCausalLM"], "layer_types": ["linear_attention", "full_attention"]}
         sizes = {"linear_key_head_dim": 16, "linear_value_head_dim": 16, "linear_num_key_heads": 2,
                  "linear_num_value_heads": 4}  # fmt: skip
-        folder = self.folder / "states"
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(self.config | own | sizes | {"num_hidden_layers": 2}))
-        for name in ("tokenizer.json", "tokenizer_config.json"):
-            (folder / name).write_bytes((self.text / name).read_bytes())
-        return folder
+        return self._beside_text("states", own | sizes | {"num_hidden_layers": 2})
 
     @cache  # noqa: B019 - one object
     def latents(self) -> Path:
@@ -145,13 +144,7 @@ class Made:
         sizes = {"q_lora_rank": 32, "kv_lora_rank": 48, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16,
                  "v_head_dim": 32, "moe_intermediate_size": 32, "n_routed_experts": 4, "n_group": 2, "topk_group": 1,
                  "num_experts_per_tok": 2, "first_k_dense_replace": 1, "num_nextn_predict_layers": 1}  # fmt: skip
-        folder = self.folder / "latents"
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(self.config | own | sizes))
-        for path in self.text.iterdir():
-            if path.name != "config.json":
-                (folder / path.name).write_bytes(path.read_bytes())
-        return folder
+        return self._beside_text("latents", own | sizes)
 
     @cache  # noqa: B019 - one object
     def entries(self) -> Path:
@@ -159,13 +152,7 @@ class Made:
         own = {"architectures": ["Gemma4ForCausalLM"], "sliding_window": 24, "global_head_dim": 64,
                "layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 16,
                "vocab_size_per_layer_input": self.config["vocab_size"]}  # fmt: skip
-        folder = self.folder / "entries"
-        folder.mkdir()
-        (folder / "config.json").write_text(json.dumps(self.config | own))
-        for path in self.text.iterdir():
-            if path.name != "config.json":
-                (folder / path.name).write_bytes(path.read_bytes())
-        return folder
+        return self._beside_text("entries", own)
 
     def model_for(self, names: list[str]) -> Path:
         """Return the folder of a model with the traits of ``names``."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -24,7 +25,7 @@ class Reads(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class LoadedHead(LoadedModel):
+class LoadedHead(LoadedModel, ABC):
     """A head, loaded as a model of one layer.
 
     ``bytes_per_block`` counts its own cache and the features.
@@ -33,21 +34,21 @@ class LoadedHead(LoadedModel):
     fc: Linear
 
     @property
+    @abstractmethod
     def reads(self) -> Reads:
         """The part of the target that a feature is made of."""
-        raise NotImplementedError
 
+    @abstractmethod
     def begin(self, embedded: Tensor, residual: Tensor, joined: Tensor) -> Tensor | None:
         """Begin the residual stream, and return the layer's input; None if it is the norm of the stream.
 
         ``embedded`` [tokens, hidden] are the embeddings of tokens, ``residual`` [tokens, hidden] the features at the
         positions before them, overwritten by the stream. ``joined`` [tokens, 2 * hidden] is room.
         """
-        raise NotImplementedError
 
+    @abstractmethod
     def following(self, residual: Tensor, hidden: Tensor) -> Tensor:
         """Return the states that stand for the features of the next positions.
 
         ``residual`` is the residual stream before the final norm, ``hidden`` is its norm, both [rows, hidden].
         """
-        raise NotImplementedError
