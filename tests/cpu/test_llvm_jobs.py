@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from ctypes import CFUNCTYPE, c_int64, c_void_p
 
 import numpy as np
@@ -14,7 +15,8 @@ pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install l
 from llvmlite import ir
 
 from preheat.backends.cpu.llvm import functions, job, machine, targets
-from preheat.backends.cpu.llvm.kinds import COUNTERS, ENDED, JOB, POSTED, Product
+from preheat.backends.cpu.llvm.emit import LONG, POINTER, Function, Value
+from preheat.backends.cpu.llvm.kinds import COUNTERS, ENDED, JOB, POSTED, TAKEN, Product
 from preheat.backends.cpu.llvm.memory import zeros
 from tests.cpu.test_llvm import Alone
 from tests.waiting import until
@@ -107,3 +109,77 @@ def test_nothing_else_runs_before_a_posted_list_is_joined():
     with pytest.raises(AssertionError, match="posted already"):
         alone.team.post(jobs.ctypes.data, len(jobs))
     alone.team.join()
+
+
+# --- lists are taken once, whatever happens between two reads ---
+
+RUNS = 1  # the word of the frame in which the lists that ran are counted
+
+
+class Watched(Function):
+    """A function that tells the word ``before_read`` of its reads, numbered from 0, before each of them."""
+
+    reads = 0
+
+    def load_atomic(self, pointer: Value) -> Value:
+        kind = ir.FunctionType(ir.VoidType(), [LONG])
+        self.b.call(job._Callee(self.field(self.args[0], 0, POINTER), kind), [self.i(self.reads)])
+        self.reads += 1
+        return super().load_atomic(pointer)
+
+
+def read_backwards(e: Function, frame: Value, thread: Value, run: Value) -> None:
+    """Take a list as ``_take_list`` does, but read the number of the taken list last: the control."""
+    posted, place = e.load_atomic(e.at(frame, POSTED, LONG)), e.at(frame, TAKEN, LONG)
+    taken = e.load_atomic(place)
+    with e.when(e.b.icmp_signed("!=", taken, posted)), e.when(e.exchanged(place, taken, posted)):
+        e.b.call(run, [frame, frame, thread, thread])
+
+
+def taking(take: Callable[..., None]) -> Callable[[np.ndarray, Callable[[int], None]], None]:
+    """Compile ``take`` as a function of a frame that calls back before its reads."""
+    module = ir.Module("taking")
+    module.triple = targets.here().triple
+    run = Function(module, "count", [POINTER, POINTER, LONG, LONG])
+    run.store(run.add(run.field(run.args[0], RUNS), 1), run.args[0], RUNS, LONG, 8)
+    run.close()
+    e = Watched(module, "take", [POINTER])
+    take(e, e.args[0], e.i(0), run.function)
+    e.close()
+    code = machine.Code(machine.compile_code(str(module), None)[0])
+
+    def call(frame: np.ndarray, before_read: Callable[[int], None]) -> None:
+        told = CFUNCTYPE(None, c_int64)(before_read)
+        frame[0] = np.frombuffer(told, np.int64)[0]
+        CFUNCTYPE(None, c_void_p)(code.address("take"))(frame.ctypes.data)
+
+    return call
+
+
+def runs_too_many(take: Callable[[np.ndarray, Callable[[int], None]], None], read: int, lists: int) -> int:
+    """Return how often a list ran that had run, if others take and post ``lists`` lists before ``read``."""
+    frame = zeros(64, np.int64)
+    frame[POSTED] = 1
+
+    def meanwhile(number: int) -> None:
+        for _ in range(lists if number == read else 0):
+            frame[TAKEN] = frame[POSTED]
+            frame[RUNS] += 1
+            frame[POSTED] += 1
+
+    take(frame, meanwhile)
+    return int(frame[RUNS] - frame[TAKEN])
+
+
+CASES = [(read, lists) for read in (0, 1) for lists in range(4)]
+
+
+def test_a_list_runs_once_whatever_happens_between_two_reads():
+    take = taking(job._take_list)
+    assert [runs_too_many(take, *case) for case in CASES] == [0] * len(CASES)
+
+
+def test_a_list_could_run_twice_if_the_reads_were_swapped():
+    """Control."""
+    take = taking(read_backwards)
+    assert max(runs_too_many(take, *case) for case in CASES) > 0

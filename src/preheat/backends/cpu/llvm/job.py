@@ -125,9 +125,14 @@ def _post(module: ir.Module) -> None:
 
 
 def _take_list(e: Function, frame: Value, thread: Value, run: Value) -> None:
-    """Run the latest list of jobs if no thread has begun it."""
-    posted, place = e.load_atomic(e.at(frame, POSTED, LONG)), e.at(frame, TAKEN, LONG)
+    """Run the latest list of jobs if no thread has begun it.
+
+    The number of the list that was taken last is read first. If it were read last, a thread that waits between the two
+    reads could find that a newer list was taken, and run that list once more.
+    """
+    place = e.at(frame, TAKEN, LONG)
     taken = e.load_atomic(place)
+    posted = e.load_atomic(e.at(frame, POSTED, LONG))
     with e.when(e.b.icmp_signed("!=", taken, posted)), e.when(e.exchanged(place, taken, posted)):
         e.b.call(run, [frame, e.field(frame, LIST, POINTER), e.field(frame, LENGTH), thread])
         e.store_atomic(posted, e.at(frame, ENDED, LONG), "release")
