@@ -944,7 +944,7 @@ def leaves(node: object, path: str = "") -> Iterator[tuple[str, Leaf]]:
     if isinstance(node, tuple):
         children = enumerate(node)
     elif names := _field_names(cast(Any, type(node))):
-        absent = node.elsewhere if isinstance(node, ModelSpec) else ()
+        absent = getattr(node, "elsewhere", ())
         children = ((name, getattr(node, name)) for name in names if name not in absent)
     for name, child in children:
         if isinstance(child, tuple) or _field_names(cast(Any, type(child))):  # most fields are numbers and words
