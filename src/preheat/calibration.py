@@ -29,9 +29,11 @@ from preheat.model.files import read_config as read_model
 from preheat.model.inc import CACHE_TYPE, IncConfig, cache_modules, is_blocked, linear_modules, read_config
 from preheat.model.kv_scales import attention_module
 from preheat.model.layers import DecoderLayer, DenseMlp, MoeMlp
+from preheat.model.mlp_specs import MoeSpec
 from preheat.model.reading import TensorSource
 from preheat.model.sources import DummyTensors, SafetensorsFiles
-from preheat.model.specs import LinearSpec, ModelSpec, MoeSpec
+from preheat.model.specs import ModelSpec
+from preheat.model.tensor_specs import LinearSpec
 from preheat.model.weights import Weights
 from preheat.schedule.blocks import BlockPool
 from preheat.settings import Settings

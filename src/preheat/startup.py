@@ -39,12 +39,13 @@ from preheat.model.files import find_model, find_tokenizer, read_config
 from preheat.model.kv_scales import with_kv_dtype
 from preheat.model.quantization import bytes_by_scheme
 from preheat.model.shard import shard, sums_k_splits
-from preheat.model.specs import ModelSpec, VisionSpec
+from preheat.model.specs import ModelSpec
 from preheat.model.stage import stage_of
 from preheat.model.stated import pooled_spec
 from preheat.model.traits import check_traits
 from preheat.model.unread import GENERATION, refuse_unread
 from preheat.model.values import check_supported
+from preheat.model.vision_specs import VisionSpec
 from preheat.plan import commands
 from preheat.plan.modes import check_options, instead, resolve, with_defaults
 from preheat.plan.whole_texts import for_whole_texts

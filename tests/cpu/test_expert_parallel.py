@@ -24,8 +24,9 @@ from preheat.model.families import deal_experts, read_spec
 from preheat.model.families.common import with_layers
 from preheat.model.files import read_config
 from preheat.model.loader import load_weights
+from preheat.model.mlp_specs import MoeSpec
 from preheat.model.shard import shard
-from preheat.model.specs import LayerSpec, ModelSpec, MoeSpec
+from preheat.model.specs import LayerSpec, ModelSpec
 from preheat.model.values import AdapterLimits, experts_of
 from preheat.ops.kinds import Scheme
 from preheat.ops.matmul import LowRankPair

@@ -26,7 +26,7 @@ from preheat.model.files import read_config as read_model
 from preheat.model.inc import SCHEME, read_config, read_ranges
 from preheat.model.loader import WeightLoader, load_weights
 from preheat.model.quantize import quantize
-from preheat.model.specs import leaves
+from preheat.model.spec_tree import leaves
 from preheat.ops.float8 import simulate
 from preheat.settings import Settings
 

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from preheat.backends.cpu import linear
 from preheat.backends.cpu.linear import packed_product
+from preheat.model.attention_specs import RopeSpec
 from preheat.model.rope import rope_table
-from preheat.model.specs import RopeSpec
 from preheat.ops.activation import ACTIVATIONS, clip, silu_and_mul
 from preheat.ops.embedding import embed
 from preheat.ops.moe import add_shared

@@ -24,7 +24,8 @@ from preheat.model.formats import FORMATS, Plain, expected_tensors
 from preheat.model.loader import WeightLoader, load_model, load_weights
 from preheat.model.reading import Shape
 from preheat.model.sources import DummyTensors, SafetensorsFiles, check_tensors
-from preheat.model.specs import LayerSpec, LinearSpec, ModelSpec, without_head
+from preheat.model.specs import LayerSpec, ModelSpec, without_head
+from preheat.model.tensor_specs import LinearSpec
 from preheat.model.ties import with_stored_head
 from preheat.settings import Settings
 from tests.cpu.test_model_families import dense_attention, logits_of, random_tokens, turn

@@ -19,8 +19,8 @@ from preheat.backends.cuda.latent_attention import (
 from preheat.backends.cuda.latent_rotary import turn_and_write
 from preheat.backends.cuda.paged_attention import AttentionConfig, Workspace
 from preheat.backends.cuda.work import decode_work, prefill_tiles, query_tiles
+from preheat.model.attention_specs import RopeSpec
 from preheat.model.rope import rope_table
-from preheat.model.specs import RopeSpec
 from preheat.ops.rotary import apply_rope_
 
 Work = list[tuple[int, int, int]]

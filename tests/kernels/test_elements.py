@@ -8,8 +8,8 @@ from preheat.backends.cuda.embedding import embed, take_rows
 from preheat.backends.cuda.moe_shared import add_shared
 from preheat.backends.cuda.norm import CudaNorm, add_rms_norm, rms_norm
 from preheat.backends.cuda.rotary import rope_and_write
+from preheat.model.attention_specs import QueryGrowth, RopeSpec
 from preheat.model.rope import query_factors, rope_table
-from preheat.model.specs import QueryGrowth, RopeSpec
 from preheat.ops import activation, embedding, moe, rotary
 from preheat.ops.finite import finite_values
 from preheat.ops.float8 import round_to

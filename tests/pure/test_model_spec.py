@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from preheat.errors import ModelError, SettingsError
 from preheat.limits import resolve_limits
+from preheat.model.attention_specs import RopeSpec
 from preheat.model.config import resolve_dtype
 from preheat.model.families import FAMILIES, check_architecture, read_spec
 from preheat.model.families.mpt import alibi_slopes
@@ -28,20 +29,11 @@ from preheat.model.files import (
 )
 from preheat.model.formats import expected_tensors
 from preheat.model.kv_spec import KVSpec
+from preheat.model.mlp_specs import STACKED, DenseSpec, ExpertsSpec
 from preheat.model.recurrence_specs import DeltaSpec
-from preheat.model.specs import (
-    STACKED,
-    DenseSpec,
-    ExpertsSpec,
-    LayerSpec,
-    Leaf,
-    LinearSpec,
-    ModelSpec,
-    NormSpec,
-    RopeSpec,
-    layer_kind,
-    leaves,
-)
+from preheat.model.spec_tree import Leaf, leaves
+from preheat.model.specs import LayerSpec, ModelSpec, layer_kind
+from preheat.model.tensor_specs import LinearSpec, NormSpec
 from preheat.ops.kinds import Scheme
 from preheat.settings import Settings
 

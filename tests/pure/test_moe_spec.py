@@ -9,7 +9,8 @@ import pytest
 from preheat.errors import ModelError
 from preheat.model.families import read_spec
 from preheat.model.formats import expected_tensors
-from preheat.model.specs import DenseSpec, ModelSpec, MoeSpec
+from preheat.model.mlp_specs import DenseSpec, MoeSpec
+from preheat.model.specs import ModelSpec
 from preheat.plan.cost import ModelSizes
 
 BASE: dict[str, Any] = {

@@ -15,8 +15,10 @@ from preheat.backends.hpu.facts import FACTS as HPU
 from preheat.backends.support import supports
 from preheat.errors import ModelError, SettingsError
 from preheat.model.families import read_spec
+from preheat.model.mlp_specs import ExpertsSpec
 from preheat.model.quantization import METHODS, bytes_by_scheme
-from preheat.model.specs import ExpertsSpec, ModelSpec, leaves
+from preheat.model.spec_tree import leaves
+from preheat.model.specs import ModelSpec
 from preheat.model.values import check_supported
 from preheat.ops.kinds import Scheme
 

@@ -12,7 +12,9 @@ from preheat.backends.cpu.facts import FACTS
 from preheat.errors import ModelError, SettingsError
 from preheat.model.families import read_spec
 from preheat.model.shard import shard, sums_k_splits
-from preheat.model.specs import LinearSpec, ModelSpec, leaves
+from preheat.model.spec_tree import leaves
+from preheat.model.specs import ModelSpec
+from preheat.model.tensor_specs import LinearSpec
 from preheat.model.traits import check_traits
 from preheat.settings import Settings
 from tests.specs import LLAMA_8B, llama

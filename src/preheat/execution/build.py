@@ -24,9 +24,9 @@ from preheat.model.decoder import Decoder
 from preheat.model.grid_specs import GridVisionSpec
 from preheat.model.grid_vision import GridTower, GridVisionWeights
 from preheat.model.loader import LoadedModel
-from preheat.model.specs import VisionSpec
 from preheat.model.turns import AXES
 from preheat.model.vision import VisionTower, VisionWeights
+from preheat.model.vision_specs import VisionSpec
 from preheat.plan.items import EncoderItem, ForwardItem
 from preheat.plan.plan import Plan
 from preheat.schedule.slots import Slots

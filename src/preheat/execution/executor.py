@@ -39,9 +39,9 @@ from preheat.execution.input_batch import InputBatch
 from preheat.execution.kv_cache import BlockCache, KVCache
 from preheat.execution.pooler import Pooler
 from preheat.model.adapters import ModelAdapterSlots
+from preheat.model.attention_specs import AttentionSpec
 from preheat.model.decoder import Attended, Decoder, Deep, Tap
 from preheat.model.layers import DenseMlp, MoeMlp
-from preheat.model.specs import AttentionSpec
 from preheat.ops.sampling import SamplingInput
 from preheat.plan.buckets import Bucket
 from preheat.plan.programs import Part, Program

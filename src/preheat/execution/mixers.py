@@ -28,10 +28,10 @@ from preheat.backends.base import (
     StepRows,
 )
 from preheat.core import StepStates, own_states
+from preheat.model.attention_specs import AttentionSpec
 from preheat.model.decoder import Decoder
 from preheat.model.layers import RecurrenceWeights
 from preheat.model.recurrence_specs import DeltaSpec
-from preheat.model.specs import AttentionSpec
 from preheat.ops.delta import DeltaRows, DeltaStates, DeltaWeights, delta_rule
 from preheat.ops.values import Recurrence
 

@@ -24,8 +24,11 @@ from torch import Tensor
 from preheat.errors import AdapterError, ModelError
 from preheat.lora.config import AdapterConfig, ModuleRules, endings
 from preheat.lora.experts import Stack, alike, stacks_of
+from preheat.model.mlp_specs import MoeSpec
 from preheat.model.sources import open_tensors
-from preheat.model.specs import TIED_HEAD, LinearSpec, ModelSpec, MoeSpec, leaves
+from preheat.model.spec_tree import leaves
+from preheat.model.specs import ModelSpec
+from preheat.model.tensor_specs import TIED_HEAD, LinearSpec
 from preheat.ops.matmul import LowRankPair
 from preheat.utils.adapters import ADAPTER_TENSORS as TENSORS
 from preheat.utils.files import open_file, why_unread

@@ -15,7 +15,8 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from preheat.model.specs import ModelSpec, MoeSpec
+from preheat.model.mlp_specs import MoeSpec
+from preheat.model.specs import ModelSpec
 from preheat.ops.matmul import LowRankPair
 
 

@@ -21,7 +21,8 @@ from preheat.backends.base import (
     StepInputs,
 )
 from preheat.errors import InvalidRequest, SettingsError
-from preheat.model.specs import EmbeddingSpec, ExpertsSpec, LinearSpec
+from preheat.model.mlp_specs import ExpertsSpec
+from preheat.model.tensor_specs import EmbeddingSpec, LinearSpec
 from preheat.model.values import AdapterLimits
 from preheat.ops.embedding import rounded
 from preheat.ops.matmul import LowRankPair

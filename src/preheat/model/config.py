@@ -10,7 +10,8 @@ from collections.abc import Collection, Mapping
 from typing import Any, Literal, get_args
 
 from preheat.errors import ModelError
-from preheat.model.specs import Dtype, RopeKind, RopeSpec
+from preheat.model.attention_specs import RopeKind, RopeSpec
+from preheat.model.specs import Dtype
 from preheat.model.unread import MODEL, refuse_unread
 from preheat.utils.angles import log
 

@@ -28,7 +28,8 @@ from preheat.model.formats import expected_tensors
 from preheat.model.loader import LoadedModel, WeightLoader
 from preheat.model.reading import Shape
 from preheat.model.sources import DummyTensors, SafetensorsFiles, check_shapes
-from preheat.model.specs import LinearSpec, ModelSpec, NormSpec, Rename
+from preheat.model.specs import ModelSpec, Rename
+from preheat.model.tensor_specs import LinearSpec, NormSpec
 from preheat.model.weights import Weights
 from preheat.settings import Settings
 

@@ -16,8 +16,10 @@ from preheat.model.formats_gguf import GgufCodes
 from preheat.model.formats_quantized import Awq, Fp8, Gptq, Online, PackQuantized, expert_modules, reorder
 from preheat.model.formats_stacked import Stacked, StackedMxFp4
 from preheat.model.latent_specs import UpSpec
+from preheat.model.mlp_specs import STACKED, STACKED_MXFP4, ExpertsSpec
 from preheat.model.reading import Piece, Shape, WeightReader
-from preheat.model.specs import STACKED, STACKED_MXFP4, ExpertsSpec, HeadSpec, LinearSpec, NormSpec, PatchSpec, leaves
+from preheat.model.spec_tree import leaves
+from preheat.model.tensor_specs import HeadSpec, LinearSpec, NormSpec, PatchSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -18,7 +18,7 @@ from preheat.backends.base import LayerWeights, Linear
 from preheat.model.formats import Plain
 from preheat.model.inc import IncConfig, module_name
 from preheat.model.reading import WeightReader
-from preheat.model.specs import LinearSpec
+from preheat.model.tensor_specs import LinearSpec
 from preheat.ops.float8 import round_to, simulate
 from preheat.ops.quantization import E4M3
 

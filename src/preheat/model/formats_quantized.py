@@ -15,8 +15,9 @@ from typing import TYPE_CHECKING
 
 from preheat.backends.base import ExpertsWeights, LayerWeights
 from preheat.errors import ModelError
+from preheat.model.mlp_specs import ExpertsSpec
 from preheat.model.reading import Shape, WeightReader
-from preheat.model.specs import ExpertsSpec, LinearSpec
+from preheat.model.tensor_specs import LinearSpec
 from preheat.ops.kinds import Scheme
 
 if TYPE_CHECKING:

@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING
 
 from preheat.backends.base import ExpertsWeights
 from preheat.model.formats_fp4 import exponents
+from preheat.model.mlp_specs import ExpertsSpec
 from preheat.model.reading import Shape, WeightReader
-from preheat.model.specs import ExpertsSpec, LinearSpec
+from preheat.model.tensor_specs import LinearSpec
 
 if TYPE_CHECKING:
     from torch import Tensor

@@ -5,15 +5,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import ClassVar
 
-from preheat.model.specs import (
-    DenseSpec,
-    EmbeddingSpec,
-    LinearSpec,
-    NormSpec,
-    PatchSpec,
-    VisionLayerSpec,
-    leaves,
-)
+from preheat.model.mlp_specs import DenseSpec
+from preheat.model.spec_tree import leaves
+from preheat.model.tensor_specs import EmbeddingSpec, LinearSpec, NormSpec, PatchSpec
+from preheat.model.vision_specs import VisionLayerSpec
 from preheat.ops.kinds import QUERIES
 from preheat.utils.rungs import rung_of
 

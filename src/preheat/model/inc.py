@@ -21,7 +21,10 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from preheat.errors import SettingsError
-from preheat.model.specs import LinearSpec, ModelSpec, MoeSpec, with_linears
+from preheat.model.mlp_specs import MoeSpec
+from preheat.model.spec_tree import with_linears
+from preheat.model.specs import ModelSpec
+from preheat.model.tensor_specs import LinearSpec
 from preheat.ops.kinds import Scheme
 from preheat.utils.files import TABLE_BYTES, read_text, shown, why_unread
 from preheat.utils.text import did_you_mean

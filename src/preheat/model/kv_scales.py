@@ -16,8 +16,9 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 
 from preheat.errors import ModelError, SettingsError
+from preheat.model.attention_specs import AttentionSpec
 from preheat.model.kv_spec import KVDtype
-from preheat.model.specs import AttentionSpec, LayerSpec, ModelSpec
+from preheat.model.specs import LayerSpec, ModelSpec
 
 logger = logging.getLogger(__name__)
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from preheat.ops.kinds import Scheme
 
 if TYPE_CHECKING:
-    from preheat.model.specs import LinearSpec, NormSpec
+    from preheat.model.tensor_specs import LinearSpec, NormSpec
 
 
 @dataclass(frozen=True, kw_only=True)

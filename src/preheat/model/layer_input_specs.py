@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from preheat.model.specs import EmbeddingSpec, LinearSpec, NormSpec, VectorSpec
+    from preheat.model.tensor_specs import EmbeddingSpec, LinearSpec, NormSpec, VectorSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -35,6 +35,7 @@ from preheat.backends.names import HOST
 from preheat.cache_groups import WHOLE, CacheGroup
 from preheat.errors import ModelError
 from preheat.model.adapters import ModelAdapterSlots, make_adapter_slots
+from preheat.model.attention_specs import AttentionSpec
 from preheat.model.config import RunDtype, resolve_dtype
 from preheat.model.files import find_model
 from preheat.model.formats import FORMATS, LinearFormat
@@ -60,6 +61,7 @@ from preheat.model.layers import (
     RecurrenceWeights,
     SharedExpert,
 )
+from preheat.model.mlp_specs import DenseSpec, MlpSpec, MoeSpec, SharedSpec
 from preheat.model.pooled_head import HeadLayer, HeadNorm
 from preheat.model.quantization import bytes_by_scheme
 from preheat.model.quantize import quantize
@@ -67,30 +69,23 @@ from preheat.model.reading import TensorSource
 from preheat.model.recurrence_specs import DeltaSpec
 from preheat.model.shard import head_tile, shard
 from preheat.model.sources import DummyTensors, Read, SafetensorsFiles, check_tensors
-from preheat.model.specs import (
+from preheat.model.specs import LayerSpec, ModelSpec
+from preheat.model.stage import stage_of
+from preheat.model.stated import stated_spec
+from preheat.model.tensor_specs import (
     TIED_HEAD,
-    AttentionSpec,
-    DenseSpec,
     DistanceSpec,
     EmbeddingSpec,
     HeadSpec,
-    LayerSpec,
     LinearSpec,
-    MlpSpec,
-    ModelSpec,
-    MoeSpec,
     NormSpec,
     PatchSpec,
-    SharedSpec,
     VectorSpec,
-    VisionLayerSpec,
-    VisionSpec,
 )
-from preheat.model.stage import stage_of
-from preheat.model.stated import stated_spec
 from preheat.model.ties import with_stored_head
 from preheat.model.values import check_supported, embedding_of, experts_of, latents_of, matmul_of, patches_of
 from preheat.model.vision import VisionLayer, VisionWeights
+from preheat.model.vision_specs import VisionLayerSpec, VisionSpec
 from preheat.model.weights import Weights
 from preheat.ops.delta import DeltaWeights
 from preheat.ops.kinds import Scheme

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from preheat.backends.base import Backend, Norm
 from preheat.errors import ModelError
+from preheat.model.attention_specs import AttentionSpec
 from preheat.model.config import Config
 from preheat.model.draft_head import LoadedHead, Reads
 from preheat.model.families import FAMILIES
@@ -27,7 +28,8 @@ from preheat.model.loader import LoadedModel, WeightLoader
 from preheat.model.quantization import quantized
 from preheat.model.reading import Shape
 from preheat.model.sources import DummyTensors, SafetensorsFiles, check_shapes
-from preheat.model.specs import AttentionSpec, LinearSpec, ModelSpec, NormSpec
+from preheat.model.specs import ModelSpec
+from preheat.model.tensor_specs import LinearSpec, NormSpec
 from preheat.settings import Settings
 
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from preheat.model.specs import HeadActivation
+from preheat.model.tensor_specs import HeadActivation
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,18 +19,9 @@ from preheat.errors import ModelError, SettingsError
 from preheat.model import unread
 from preheat.model.gguf.kinds import GROUP, PACKED
 from preheat.model.latent_specs import UpSpec
-from preheat.model.specs import (
-    STACKED,
-    STACKED_MXFP4,
-    TIED_HEAD,
-    ExpertsSpec,
-    GateSpec,
-    LinearSpec,
-    ModelSpec,
-    MoeSpec,
-    Rename,
-    renamed,
-)
+from preheat.model.mlp_specs import STACKED, STACKED_MXFP4, ExpertsSpec, MoeSpec
+from preheat.model.specs import ModelSpec, Rename, renamed
+from preheat.model.tensor_specs import TIED_HEAD, GateSpec, LinearSpec
 from preheat.model.unread import refuse_unread
 from preheat.ops.kinds import Scheme
 

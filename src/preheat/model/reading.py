@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from torch import Tensor
 
     from preheat.backends.base import Backend
-    from preheat.model.specs import LinearSpec
+    from preheat.model.tensor_specs import LinearSpec
     from preheat.ops.quantization import QuantizedWeight
 
 Shape = tuple[int, ...]

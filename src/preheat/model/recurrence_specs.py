@@ -9,7 +9,7 @@ from preheat.model.kv_spec import KVSpec
 from preheat.ops.values import Recurrence
 
 if TYPE_CHECKING:
-    from preheat.model.specs import LinearSpec, NormSpec, VectorSpec
+    from preheat.model.tensor_specs import LinearSpec, NormSpec, VectorSpec
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.model.specs import QueryGrowth, RopeSpec
+from preheat.model.attention_specs import QueryGrowth, RopeSpec
 from preheat.utils.angles import cos_sin, log, power
 
 

@@ -18,19 +18,13 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from preheat.errors import ModelError
+from preheat.model.attention_specs import AttentionSpec
 from preheat.model.formats import FORMATS
 from preheat.model.latent_specs import LatentSpec
+from preheat.model.mlp_specs import DenseSpec, ExpertsSpec, MlpSpec, MoeSpec
 from preheat.model.recurrence_specs import DeltaSpec
-from preheat.model.specs import (
-    AttentionSpec,
-    DenseSpec,
-    ExpertsSpec,
-    LayerSpec,
-    LinearSpec,
-    MlpSpec,
-    ModelSpec,
-    MoeSpec,
-)
+from preheat.model.specs import LayerSpec, ModelSpec
+from preheat.model.tensor_specs import LinearSpec
 from preheat.ops.values import k_splits_of
 from preheat.settings import Settings
 

@@ -21,8 +21,9 @@ from preheat.model.formats import FORMATS, LinearFormat, expected_tensors
 from preheat.model.gguf.tensors import GgufTensors
 from preheat.model.kv_scales import STORED
 from preheat.model.reading import Piece, Shape
-from preheat.model.specs import TIED_HEAD, ModelSpec, Rename, TaskSpec
+from preheat.model.specs import ModelSpec, Rename, TaskSpec
 from preheat.model.task_weights import TaskFile
+from preheat.model.tensor_specs import TIED_HEAD
 from preheat.utils.files import regular_file
 from preheat.utils.text import some
 

@@ -9,7 +9,8 @@ from preheat.errors import ModelError
 from preheat.model.families import spec_of
 from preheat.model.families.heads import with_token_rows
 from preheat.model.files import read_config
-from preheat.model.specs import HeadSpec, ModelSpec, without_head
+from preheat.model.specs import ModelSpec, without_head
+from preheat.model.tensor_specs import HeadSpec
 from preheat.settings import Settings
 from preheat.utils.classes import from_tokens
 from preheat.utils.files import TABLE_BYTES, read_file

@@ -10,7 +10,8 @@ import torch
 
 from preheat.model.reading import Piece
 from preheat.model.sources import StoredTensors
-from preheat.model.specs import TIED_HEAD, ModelSpec, Rename
+from preheat.model.specs import ModelSpec, Rename
+from preheat.model.tensor_specs import TIED_HEAD
 
 logger = logging.getLogger(__name__)
 

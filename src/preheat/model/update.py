@@ -19,25 +19,18 @@ from torch import Tensor
 
 from preheat.backends.base import Backend, HasWeights, Layer
 from preheat.errors import ModelError
+from preheat.model.attention_specs import AttentionSpec
 from preheat.model.formats import LinearFormat, Plain, expected_tensors
 from preheat.model.kv_scales import STORED
 from preheat.model.latent import Latent
 from preheat.model.latent_specs import LatentSpec
 from preheat.model.layer_input_specs import LayerEndSpec
 from preheat.model.loader import LoadedModel, WeightLoader
+from preheat.model.mlp_specs import DenseSpec, MlpSpec
 from preheat.model.reading import Piece, Shape
 from preheat.model.sources import StoredTensors, is_harmless
-from preheat.model.specs import (
-    AttentionSpec,
-    DenseSpec,
-    EmbeddingSpec,
-    HeadSpec,
-    LinearSpec,
-    MlpSpec,
-    ModelSpec,
-    NormSpec,
-    VectorSpec,
-)
+from preheat.model.specs import ModelSpec
+from preheat.model.tensor_specs import EmbeddingSpec, HeadSpec, LinearSpec, NormSpec, VectorSpec
 from preheat.model.ties import HEAD, same_rows
 from preheat.utils.text import some
 

@@ -10,8 +10,11 @@ from dataclasses import dataclass, replace
 
 from preheat.errors import ModelError
 from preheat.model.latent_specs import UpSpec
+from preheat.model.mlp_specs import ExpertsSpec, MoeSpec
 from preheat.model.recurrence_specs import DeltaSpec
-from preheat.model.specs import EmbeddingSpec, ExpertsSpec, LinearSpec, ModelSpec, MoeSpec, PatchSpec, leaves
+from preheat.model.spec_tree import leaves
+from preheat.model.specs import ModelSpec
+from preheat.model.tensor_specs import EmbeddingSpec, LinearSpec, PatchSpec
 from preheat.ops.values import (
     Cache,
     Dtype,

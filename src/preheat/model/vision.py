@@ -13,7 +13,7 @@ from torch import Tensor
 
 from preheat.backends.base import Linear, Norm
 from preheat.model.layers import DenseMlp, Linears, below
-from preheat.model.specs import VisionSpec
+from preheat.model.vision_specs import VisionSpec
 from preheat.ops.image_attention import attend_images
 
 

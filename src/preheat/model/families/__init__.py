@@ -43,8 +43,9 @@ from preheat.model.families.common import with_layers
 from preheat.model.families.heads import classifying_decoder, with_classifier, with_token_head
 from preheat.model.families.needs import need_of
 from preheat.model.formats import expected_tensors
+from preheat.model.mlp_specs import MoeSpec
 from preheat.model.quantization import quantized
-from preheat.model.specs import LayerSpec, ModelSpec, MoeSpec, base_model
+from preheat.model.specs import LayerSpec, ModelSpec, base_model
 from preheat.settings import Settings
 from preheat.utils.encoders import CLASSIFIER, TOKENS, encoder_name
 from preheat.utils.text import misspelled

@@ -6,18 +6,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from preheat.errors import ModelError
+from preheat.model.attention_specs import AttentionSpec
 from preheat.model.config import Config
 from preheat.model.families.common import encoder, normed_sums, ungated
 from preheat.model.kv_spec import KVSpec
-from preheat.model.specs import (
-    AttentionSpec,
-    DenseSpec,
-    DistanceSpec,
-    EmbeddingSpec,
-    LinearSpec,
-    ModelSpec,
-    Rename,
-)
+from preheat.model.mlp_specs import DenseSpec
+from preheat.model.specs import ModelSpec, Rename
+from preheat.model.tensor_specs import DistanceSpec, EmbeddingSpec, LinearSpec
 from preheat.ops.kinds import Activation
 from preheat.utils.encoders import SPARE
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from preheat.errors import ModelError
+from preheat.model.attention_specs import AttentionSpec
 from preheat.model.config import Config
 from preheat.model.families.common import LLAMA, Names, attention, gelu, layer_norm, model, ungated
 from preheat.model.kv_spec import KVSpec
-from preheat.model.specs import AttentionSpec, EmbeddingSpec, LayerSpec, LinearSpec, ModelSpec
+from preheat.model.specs import LayerSpec, ModelSpec
+from preheat.model.tensor_specs import EmbeddingSpec, LinearSpec
 
 _BIGCODE = Names(embedding="transformer.wte", layer="transformer.h.{}.", final_norm="transformer.ln_f")
 

@@ -10,20 +10,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 
 from preheat.errors import ModelError
+from preheat.model.attention_specs import AttentionSpec, RopeSpec
 from preheat.model.config import Config
 from preheat.model.kv_spec import KVSpec
-from preheat.model.specs import (
-    AttentionSpec,
-    DenseSpec,
-    EmbeddingSpec,
-    LayerSpec,
-    LinearSpec,
-    MlpSpec,
-    ModelSpec,
-    NormSpec,
-    Rename,
-    RopeSpec,
-)
+from preheat.model.mlp_specs import DenseSpec, MlpSpec
+from preheat.model.specs import LayerSpec, ModelSpec, Rename
+from preheat.model.tensor_specs import EmbeddingSpec, LinearSpec, NormSpec
 from preheat.ops.kinds import Activation
 
 

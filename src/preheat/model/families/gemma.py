@@ -5,9 +5,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from preheat.model.attention_specs import RopeSpec
 from preheat.model.config import Config
 from preheat.model.families.common import LLAMA, attention, dense, llama_like, model, norm, with_layers
-from preheat.model.specs import LayerSpec, MlpSpec, ModelSpec, NormSpec, RopeSpec, with_leaves
+from preheat.model.mlp_specs import MlpSpec
+from preheat.model.spec_tree import with_leaves
+from preheat.model.specs import LayerSpec, ModelSpec
+from preheat.model.tensor_specs import NormSpec
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"
 

@@ -7,26 +7,15 @@ from dataclasses import replace
 from typing import Any
 
 from preheat.errors import ModelError
+from preheat.model.attention_specs import AttentionSpec
 from preheat.model.config import Config
 from preheat.model.families.common import LLAMA, dense, identity, model
 from preheat.model.families.moe import experts, modules
 from preheat.model.kv_spec import KVSpec
 from preheat.model.layer_input_specs import InputReaderSpec, LayerEndSpec, LayerInputsSpec
-from preheat.model.specs import (
-    AttentionSpec,
-    BesideSpec,
-    DenseSpec,
-    EmbeddingSpec,
-    LayerSpec,
-    LinearSpec,
-    MlpSpec,
-    ModelSpec,
-    MoeSpec,
-    NormSpec,
-    Rename,
-    SharedSpec,
-    VectorSpec,
-)
+from preheat.model.mlp_specs import BesideSpec, DenseSpec, MlpSpec, MoeSpec, SharedSpec
+from preheat.model.specs import LayerSpec, ModelSpec, Rename
+from preheat.model.tensor_specs import EmbeddingSpec, LinearSpec, NormSpec, VectorSpec
 from preheat.ops.kinds import Activation
 
 _GLOBAL, _LOCAL = "full_attention", "sliding_attention"

@@ -7,18 +7,9 @@ from dataclasses import replace
 from preheat.errors import ModelError
 from preheat.model.config import Config
 from preheat.model.families.common import llama_like
-from preheat.model.specs import (
-    STACKED,
-    ExpertsSpec,
-    LayerSpec,
-    LinearSpec,
-    MlpSpec,
-    ModelSpec,
-    MoeSpec,
-    Rename,
-    VectorSpec,
-    attention_of,
-)
+from preheat.model.mlp_specs import STACKED, ExpertsSpec, MlpSpec, MoeSpec
+from preheat.model.specs import LayerSpec, ModelSpec, Rename, attention_of
+from preheat.model.tensor_specs import LinearSpec, VectorSpec
 
 _CLAMPED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 """Constants of the activation, see :mod:`preheat.ops.activation`."""

@@ -5,9 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from preheat.errors import ModelError
+from preheat.model.attention_specs import AttentionSpec, RopeSpec
 from preheat.model.config import Config
 from preheat.model.families.common import Names, attention, dense, encoder, gelu, normed_sums
-from preheat.model.specs import AttentionSpec, DenseSpec, EmbeddingSpec, ModelSpec, Rename, RopeSpec
+from preheat.model.mlp_specs import DenseSpec
+from preheat.model.specs import ModelSpec, Rename
+from preheat.model.tensor_specs import EmbeddingSpec
 from preheat.ops.kinds import Activation
 
 _NAMES = Names(layer="layers.{}.")

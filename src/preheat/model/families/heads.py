@@ -8,7 +8,8 @@ from dataclasses import replace
 
 from preheat.errors import ModelError
 from preheat.model.config import Config
-from preheat.model.specs import HeadActivation, HeadSpec, ModelSpec, NormSpec
+from preheat.model.specs import ModelSpec
+from preheat.model.tensor_specs import HeadActivation, HeadSpec, NormSpec
 from preheat.utils.classes import from_tokens, labels_of
 
 _POOLER: tuple[str, HeadActivation, str] = ("pooler.dense", "tanh", "classifier")

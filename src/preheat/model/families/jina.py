@@ -6,10 +6,13 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from preheat.errors import ModelError
+from preheat.model.attention_specs import AttentionSpec
 from preheat.model.config import Config
 from preheat.model.families.bert import roberta
 from preheat.model.families.common import Names, attention, encoder, gelu, normed_sums, ungated
-from preheat.model.specs import AttentionSpec, DenseSpec, EmbeddingSpec, ModelSpec, Rename, TaskSpec
+from preheat.model.mlp_specs import DenseSpec
+from preheat.model.specs import ModelSpec, Rename, TaskSpec
+from preheat.model.tensor_specs import EmbeddingSpec
 
 _NAMES = Names(layer="layers.{}.")
 _START = r"(?:roberta\.)?"

@@ -7,23 +7,15 @@ from dataclasses import replace
 from math import log
 
 from preheat.errors import ModelError
+from preheat.model.attention_specs import AttentionSpec, RopeSpec
 from preheat.model.config import Config
 from preheat.model.families.common import LLAMA, dense, model, norm
 from preheat.model.families.moe import STACKED, experts, modules
 from preheat.model.kv_spec import KVSpec
 from preheat.model.latent_specs import LatentSpec, UpSpec
-from preheat.model.specs import (
-    AttentionSpec,
-    LayerSpec,
-    LinearSpec,
-    ModelSpec,
-    MoeSpec,
-    NormSpec,
-    Rename,
-    RopeSpec,
-    SharedSpec,
-    VectorSpec,
-)
+from preheat.model.mlp_specs import MoeSpec, SharedSpec
+from preheat.model.specs import LayerSpec, ModelSpec, Rename
+from preheat.model.tensor_specs import LinearSpec, NormSpec, VectorSpec
 from preheat.ops.kinds import Scoring
 
 Range = tuple[int, int]

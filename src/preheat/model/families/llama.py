@@ -5,9 +5,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from preheat.errors import ModelError
+from preheat.model.attention_specs import QueryGrowth
 from preheat.model.config import Config
 from preheat.model.families.common import LLAMA, llama_like, norms_after, squared_mlp, with_layers
-from preheat.model.specs import LayerSpec, ModelSpec, QueryGrowth, attention_of
+from preheat.model.specs import LayerSpec, ModelSpec, attention_of
 
 
 def llama(config: Config) -> ModelSpec:

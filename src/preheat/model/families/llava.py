@@ -10,18 +10,10 @@ from preheat.errors import ModelError
 from preheat.model.config import MAX_LAYERS, Config
 from preheat.model.families.common import ungated
 from preheat.model.families.llama import llama
-from preheat.model.specs import (
-    DenseSpec,
-    EmbeddingSpec,
-    LinearSpec,
-    ModelSpec,
-    NormSpec,
-    PatchSpec,
-    Rename,
-    VectorSpec,
-    VisionLayerSpec,
-    VisionSpec,
-)
+from preheat.model.mlp_specs import DenseSpec
+from preheat.model.specs import ModelSpec, Rename
+from preheat.model.tensor_specs import EmbeddingSpec, LinearSpec, NormSpec, PatchSpec, VectorSpec
+from preheat.model.vision_specs import VisionLayerSpec, VisionSpec
 from preheat.ops.kinds import Activation
 
 TEXT: Mapping[str, Any] = {

@@ -5,9 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from preheat.model.attention_specs import RopeSpec
 from preheat.model.config import Config
 from preheat.model.families.common import Names, attention, dense, encoder
-from preheat.model.specs import LayerSpec, ModelSpec, NormSpec, Rename, RopeSpec
+from preheat.model.specs import LayerSpec, ModelSpec, Rename
+from preheat.model.tensor_specs import NormSpec
 
 _NAMES = Names(layer="layers.{}.", qkv="attn.Wqkv", o="attn.Wo", gate_up="mlp.Wi", down="mlp.Wo")
 

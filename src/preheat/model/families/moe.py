@@ -7,18 +7,9 @@ from dataclasses import replace
 from preheat.errors import ModelError
 from preheat.model.config import Config
 from preheat.model.families.common import LLAMA, dense, llama_like, normed_whole, norms_after, with_layers
-from preheat.model.specs import (
-    ExpertsSpec,
-    GateSpec,
-    LayerSpec,
-    LinearSpec,
-    MlpSpec,
-    ModelSpec,
-    MoeSpec,
-    Rename,
-    SharedSpec,
-    attention_of,
-)
+from preheat.model.mlp_specs import ExpertsSpec, MlpSpec, MoeSpec, SharedSpec
+from preheat.model.specs import LayerSpec, ModelSpec, Rename, attention_of
+from preheat.model.tensor_specs import GateSpec, LinearSpec
 
 
 def mixtral(config: Config) -> ModelSpec:

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from preheat.errors import ModelError
+from preheat.model.attention_specs import AttentionSpec
 from preheat.model.config import Config
 from preheat.model.families.common import Names, layer_norm, model, ungated
 from preheat.model.kv_spec import KVSpec
-from preheat.model.specs import AttentionSpec, LayerSpec, LinearSpec, ModelSpec
+from preheat.model.specs import LayerSpec, ModelSpec
+from preheat.model.tensor_specs import LinearSpec
 
 _MPT = Names(embedding="transformer.wte", layer="transformer.blocks.{}.", final_norm="transformer.norm_f")
 

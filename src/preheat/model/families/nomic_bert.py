@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from preheat.model.attention_specs import AttentionSpec
 from preheat.model.config import Config
 from preheat.model.families.common import Names, attention, dense, encoder, normed_sums
-from preheat.model.specs import AttentionSpec, DenseSpec, EmbeddingSpec, ModelSpec, Rename
+from preheat.model.mlp_specs import DenseSpec
+from preheat.model.specs import ModelSpec, Rename
+from preheat.model.tensor_specs import EmbeddingSpec
 
 _NAMES = Names(layer="layers.{}.")
 _OLD = r"(?:nomic_bert\.)?(?:encoder\.)?(layers\.\d+\.)"

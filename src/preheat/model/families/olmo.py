@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from preheat.model.attention_specs import RopeSpec
 from preheat.model.config import Config
 from preheat.model.families.common import LLAMA, llama_like, normed_whole, norms_after, with_layers
-from preheat.model.specs import LayerSpec, ModelSpec, RopeSpec, attention_of
+from preheat.model.specs import LayerSpec, ModelSpec, attention_of
 
 
 def olmo2(config: Config) -> ModelSpec:

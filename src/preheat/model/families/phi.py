@@ -6,7 +6,8 @@ from dataclasses import replace
 
 from preheat.model.config import Config
 from preheat.model.families.common import LLAMA, gelu, llama_like, ungated, with_layer_norms
-from preheat.model.specs import MlpSpec, ModelSpec
+from preheat.model.mlp_specs import MlpSpec
+from preheat.model.specs import ModelSpec
 
 _PHI = replace(LLAMA, o="self_attn.dense", up="mlp.fc1", down="mlp.fc2", final_norm="model.final_layernorm")
 _FUSED = replace(LLAMA, qkv="self_attn.qkv_proj", gate_up="mlp.gate_up_proj")

@@ -6,21 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 from preheat.errors import ModelError
+from preheat.model.attention_specs import AttentionSpec, RopeSpec
 from preheat.model.config import Config
 from preheat.model.families.common import LLAMA, attention, dense, model, norm, turning_order
 from preheat.model.families.moe import STACKED, with_shared_expert
+from preheat.model.mlp_specs import MlpSpec
 from preheat.model.recurrence_specs import ConvSpec, DeltaSpec
-from preheat.model.specs import (
-    AttentionSpec,
-    LayerSpec,
-    LinearSpec,
-    MlpSpec,
-    ModelSpec,
-    NormSpec,
-    Rename,
-    RopeSpec,
-    VectorSpec,
-)
+from preheat.model.specs import LayerSpec, ModelSpec, Rename
+from preheat.model.tensor_specs import LinearSpec, NormSpec, VectorSpec
 from preheat.ops.values import Recurrence
 
 Ranges = tuple[tuple[int, int], ...]

@@ -7,20 +7,14 @@ from dataclasses import replace
 from typing import Any
 
 from preheat.errors import ModelError
+from preheat.model.attention_specs import RopeSpec
 from preheat.model.config import MAX_LAYERS, Config
 from preheat.model.families.common import gelu, llama_like, ungated
 from preheat.model.grid_specs import GridVisionSpec, MergerSpec
-from preheat.model.specs import (
-    DenseSpec,
-    EmbeddingSpec,
-    LinearSpec,
-    ModelSpec,
-    NormSpec,
-    PatchSpec,
-    Rename,
-    RopeSpec,
-    VisionLayerSpec,
-)
+from preheat.model.mlp_specs import DenseSpec
+from preheat.model.specs import ModelSpec, Rename
+from preheat.model.tensor_specs import EmbeddingSpec, LinearSpec, NormSpec, PatchSpec
+from preheat.model.vision_specs import VisionLayerSpec
 
 TEXT: Mapping[str, Any] = {
     "model_type": "qwen3_vl_text", "hidden_size": 4096, "intermediate_size": 22016, "num_hidden_layers": 32,
