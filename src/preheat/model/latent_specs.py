@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
+from preheat.model.tensor_specs import LinearSpec, NormSpec
 from preheat.ops.kinds import Scheme
-
-if TYPE_CHECKING:
-    from preheat.model.tensor_specs import LinearSpec, NormSpec
 
 
 @dataclass(frozen=True, kw_only=True)

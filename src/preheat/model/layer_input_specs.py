@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from preheat.model.tensor_specs import EmbeddingSpec, LinearSpec, NormSpec, VectorSpec
+from preheat.model.tensor_specs import EmbeddingSpec, LinearSpec, NormSpec, VectorSpec
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from typing import ClassVar
 
 from preheat.model.kv_spec import KVSpec
+from preheat.model.tensor_specs import LinearSpec, NormSpec, VectorSpec
 from preheat.ops.values import Recurrence
-
-if TYPE_CHECKING:
-    from preheat.model.tensor_specs import LinearSpec, NormSpec, VectorSpec
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
-"""A model's parts as a tree of specs.
+"""A model as a tree of specs: the model and its layers, over the specs of their parts.
 
-The tree has a ModelSpec, LayerSpec, AttentionSpec, DenseSpec, MoeSpec, LinearSpec, NormSpec and others. A family
-(:mod:`preheat.model.families`) builds the tree from a ``config.json``, with the checkpoint's tensor names. Loader, cost
-model and tuner walk it. No torch here: planning needs the sizes long before the weights.
+A family (:mod:`preheat.model.families`) builds the tree from a ``config.json``, with the checkpoint's tensor names.
+Loader, cost model and tuner walk it (:mod:`preheat.model.spec_tree`). No torch here: planning needs the sizes long
+before the weights.
 """
 
 from __future__ import annotations
@@ -10,11 +10,12 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import Literal, TypeVar
 
 from preheat.cache_groups import Entry
 from preheat.errors import ModelError
 from preheat.model.attention_specs import AttentionSpec
+from preheat.model.grid_specs import GridVisionSpec
 from preheat.model.kv_spec import KVDtype, KVSpec
 from preheat.model.latent_specs import UpSpec
 from preheat.model.layer_input_specs import LayerEndSpec, LayerInputsSpec
@@ -24,9 +25,6 @@ from preheat.model.spec_tree import Leaf, leaves, with_leaves
 from preheat.model.tensor_specs import TIED_HEAD, DistanceSpec, EmbeddingSpec, HeadSpec, LinearSpec, NormSpec
 from preheat.model.vision_specs import VisionSpec
 from preheat.ops.kinds import Scheme
-
-if TYPE_CHECKING:
-    from preheat.model.grid_specs import GridVisionSpec
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
