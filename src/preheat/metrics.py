@@ -228,9 +228,9 @@ class Metrics(Collector):
         if tokens > 0:  # an engine that has started again counts from 0
             self.step_tokens.observe(tokens)
 
-    def arrived(self, prompt_tokens: int, params: SamplingParams) -> None:
-        """Count a request that begins to wait."""
-        self.waiting += params.n
+    def arrived(self, prompt_tokens: int, params: SamplingParams, sequences: int) -> None:
+        """Count a request that begins to wait, as ``sequences`` in the engine."""
+        self.waiting += sequences
         self.prompt_tokens += prompt_tokens
         self.prompt_length.observe(prompt_tokens)
         self.params_n.observe(params.n)

@@ -190,7 +190,9 @@ class Settings:
         None, "An older name of `runner` and `convert`.", choices=("auto", "generate", "embed", "classify", "score")
     )
     pooler_config: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
-        None, "A JSON object that replaces the checkpoint's pooling: `pooling_type` (LAST, MEAN, CLS), `normalize`."
+        None,
+        "A JSON object that replaces the checkpoint's pooling: `pooling_type` (LAST, MEAN, CLS), `normalize`. "
+        "`enable_chunked_processing` with `max_embed_len` takes longer texts: see docs/embeddings.md.",
     )
     override_pooler_config: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
         None, "An older name of `pooler_config`."

@@ -6,7 +6,6 @@ import base64
 import json
 import shutil
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -16,13 +15,19 @@ from preheat.model.files import BUNDLED_PATH
 from tests.api.conftest import Server, serving
 
 TEXTS = ["import os", "def add(a, b):", "the cat sat on the mat"]
-POOLER = {"pooling_type": "MEAN", "normalize": True}
+POOLER = {"pooling_type": "MEAN", "normalize": True, "enable_chunked_processing": True, "max_embed_len": 700}
 OPTIONS = {"runner": "pooling", "pooler_config": POOLER, "num_threads": 1, "max_model_len": 256, "dtype": "float32"}
 
 
 @pytest.fixture(scope="module")
-def embedder() -> Iterator[Server]:
-    with serving("bundled", engine=None, max_num_seqs=8, api="ollama", **OPTIONS) as running:
+def embedder(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    """Run a model with prompts of sentence-transformers."""
+    folder = tmp_path_factory.mktemp("prompts") / "bundled"
+    shutil.copytree(BUNDLED_PATH, folder)
+    prompts = {"query": "search: ", "passage": "text: "}
+    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
+    options = OPTIONS | {"api": "ollama", "served_model_name": ["bundled"]}
+    with serving(str(folder), engine=None, max_num_seqs=8, **options) as running:
         yield running
 
 
@@ -90,6 +95,28 @@ def test_the_embed_endpoint_of_tei(embedder: Server) -> None:
     assert embedder.get("/info").json["model_type"] == {"embedding": {"pooling": "mean"}}
 
 
+def test_long_texts_are_read_in_chunks(embedder: Server) -> None:
+    """A text beyond the model's 256 tokens is the weighted mean of its chunks; beyond max_embed_len it is refused."""
+    text = "def add(a, b): " * 60
+    ids = embedder.post("/tokenize", {"prompt": text}).json["tokens"]
+    chunks = [ids[start : start + 255] for start in range(0, len(ids), 255)]
+    assert len(chunks) > 1
+    parts = np.array(vectors(embedder, chunks))
+    answer = embedder.post("/v1/embeddings", {"input": [TEXTS[0], text, ids]}).json
+    short, found, same = (item["embedding"] for item in answer["data"])
+    assert found == same and short == vectors(embedder, TEXTS[0])[0]
+    assert np.allclose(found, np.average(parts, axis=0, weights=list(map(len, chunks))), atol=1e-7)
+    few = embedder.post("/tokenize", {"prompt": TEXTS[0]}).json["tokens"]
+    assert answer["usage"]["prompt_tokens"] == 2 * len(ids) + len(few)
+    assert embedder.post("/embed", {"inputs": text}).json == [found]
+    score = embedder.post("/score", {"text_1": text, "text_2": text}).json["data"][0]["score"]
+    assert score == pytest.approx(1)
+    assert embedder.get("/info").json["max_input_length"] == 700
+    refused = embedder.post("/v1/embeddings", {"input": [1] * 701})
+    assert refused.status == 400 and refused.error["code"] == "context_length_exceeded"
+    assert "maximum embedding input length is 700 tokens" in refused.error["message"]
+
+
 def test_scores_and_ranks(embedder: Server) -> None:
     one, *others = (np.array(vectors(embedder, text)[0], np.float64) for text in TEXTS)
     for path in ("/score", "/v1/score"):
@@ -104,27 +131,15 @@ def test_scores_and_ranks(embedder: Server) -> None:
         assert results[0]["relevance_score"] >= results[1]["relevance_score"]
 
 
-def test_a_kind_of_text_has_the_prompt_of_the_model(embedder: Server, tmp_path: Path) -> None:
-    """``input_type`` puts the model's prompt of that kind before the text.
-
-    Without prompts it is ignored and named.
-    """
-    plain = vectors(embedder, TEXTS[0])
-    answer = embedder.post("/v1/embeddings", {"input": TEXTS[0], "input_type": "query"})
-    assert answer.json["data"][0]["embedding"] == plain[0]
-    assert answer.headers["x-ignored-fields"] == "input_type"
-    folder = tmp_path / "prompts"
-    shutil.copytree(BUNDLED_PATH, folder)
-    prompts = {"query": "search: ", "passage": "text: "}
-    (folder / "config_sentence_transformers.json").write_text(json.dumps({"prompts": prompts}))
-    with serving(str(folder), engine=None, max_num_seqs=8, **OPTIONS) as asking:
-        assert vectors(asking, TEXTS[0]) == plain != vectors(asking, TEXTS[0], input_type="query")
-        for kind, before in (("query", "search: "), ("search_query", "search: "), ("document", "text: ")):
-            behind = [f"{before}{text}" for text in TEXTS]
-            assert vectors(asking, TEXTS, input_type=kind) == vectors(embedder, behind)
-        for given, kind, said in (("x", "poem", "one of query, passage"), ([5, 6], "query", "give texts")):
-            refused = asking.post("/v1/embeddings", {"input": given, "input_type": kind})
-            assert refused.status == 400 and refused.error["param"] == "input_type" and said in refused.error["message"]
+def test_a_kind_of_text_has_the_prompt_of_the_model(embedder: Server) -> None:
+    """``input_type`` puts the model's prompt of that kind before the text."""
+    assert vectors(embedder, TEXTS[0]) != vectors(embedder, TEXTS[0], input_type="query")
+    for kind, before in (("query", "search: "), ("search_query", "search: "), ("document", "text: ")):
+        behind = [f"{before}{text}" for text in TEXTS]
+        assert vectors(embedder, TEXTS, input_type=kind) == vectors(embedder, behind)
+    for given, kind, said in (("x", "poem", "one of query, passage"), ([5, 6], "query", "give texts")):
+        refused = embedder.post("/v1/embeddings", {"input": given, "input_type": kind})
+        assert refused.status == 400 and refused.error["param"] == "input_type" and said in refused.error["message"]
 
 
 REFUSED = [
@@ -132,7 +147,7 @@ REFUSED = [
     ("/v1/embeddings", {"input": []}, "input", "1 to"),
     ("/v1/embeddings", {"input": [1, "x"]}, "input", "not both"),
     ("/v1/embeddings", {"input": ["a", [10**6]]}, "input[1]", "ids must be in"),
-    ("/v1/embeddings", {"input": [1] * 300}, "input", "maximum context length"),
+    ("/pooling", {"input": [1] * 300, "task": "token_embed"}, "input", "maximum context length"),
     ("/v1/embeddings", {}, "input", "Missing"),
     ("/v1/embeddings", {"input": "x", "encoding_format": "int8"}, "encoding_format", "Invalid"),
     ("/v1/embeddings", {"input": "x", "messages": []}, "messages", "not supported"),

@@ -77,6 +77,13 @@ def test_each_has_the_bits_of_a_server_of_its_own(both: Server, adapter: str) ->
     assert found[0] != found[1]
 
 
+def test_a_kind_of_text_is_ignored_without_prompts(both: Server) -> None:
+    """``input_type`` changes nothing where the model has no prompts, and the answer names the field."""
+    answer = both.post("/v1/embeddings", {"input": TEXTS, "model": "embed", "input_type": "query"})
+    assert [each["embedding"] for each in answer.json["data"]] == vectors(both, "embed")
+    assert answer.headers["x-ignored-fields"] == "input_type"
+
+
 def test_clients_see_both(both: Server) -> None:
     with client_of(both) as client:
         assert [model.id for model in client.models.list()] == ["chat", "small", "embed"]

@@ -209,7 +209,10 @@ def test_pooling_follows_files_and_options(tmp_path):
     def found(**options) -> Pooling | None:
         return pooling_of(Settings.load(options), tmp_path, {})
 
+    chunked = {"enable_chunked_processing": True, "max_embed_len": 9}
     assert found() is None
+    assert found(pooler_config=MEAN | chunked).max_embed_len == 9
+    assert found(pooler_config=MEAN | {"enable_chunked_processing": False}).max_embed_len is None
     assert found(runner="pooling") == found(task="embed") == found(convert="embed") == Pooling("LAST", True)
     assert found(override_pooler_config=MEAN | {"normalize": False}) == Pooling("MEAN", False)
     sentence_transformers(tmp_path, "pooling_mode_lasttoken", "Normalize")
@@ -234,6 +237,12 @@ def test_pooling_follows_files_and_options(tmp_path):
     with pytest.raises(ModelError, match="do_lower_case is not served"):
         found()
     for options, why in (
+        ({"pooler_config": chunked | {"pooling_type": "ALL"}}, "each token has a vector"),
+        ({"pooler_config": chunked | {"max_embed_len": True}}, "max_embed_len is True, but must be a whole number"),
+        ({"pooler_config": chunked | {"max_embed_len": 0}}, "at least 1"),
+        ({"pooler_config": chunked | {"enable_chunked_processing": 1}}, "must be true or false"),
+        ({"pooler_config": {"enable_chunked_processing": True}}, "needs max_embed_len"),
+        ({"pooler_config": {"max_embed_len": 9}}, "add enable_chunked_processing"),
         ({"runner": "pooling", "convert": "none"}, "contradict"),
         ({"convert": "classify"}, "no head for classes"),
         ({"convert": "reward"}, "no reward models are run"),

@@ -13,6 +13,7 @@ from msgspec.structs import replace
 
 from preheat.core import POOLS, SamplingParams
 from preheat.errors import InvalidRequest
+from preheat.frontend.long_texts import weighted_mean
 from preheat.frontend.outputs import PoolingOutput, PoolingRequestOutput
 from preheat.frontend.pairs import Pair
 from preheat.frontend.request_state import RequestState
@@ -72,9 +73,19 @@ def embedding(
 ) -> np.ndarray:
     """Return the embedding of a finished request, fp32 [hidden] or its first ``dimensions``.
 
-    ``normalize`` None: as ``pooling`` says. The length for the normalization is computed exactly and rounded once.
+    ``normalize`` None: as ``pooling`` says. The length for the normalization is computed exactly and rounded once. The
+    embedding of a text in chunks is the mean of the chunks' embeddings, with their tokens as weights; as in vLLM, the
+    mean itself is not normalized.
     """
-    vector = np.frombuffer(state.pooled, np.float32)
+    if not state.chunks:
+        return _embedding(state.pooled, pooling, dimensions, normalize)
+    vectors = [_embedding(choice.pooled, pooling, dimensions, normalize) for choice in state.choices]
+    return weighted_mean(vectors, [len(chunk) for chunk in state.chunks])
+
+
+def _embedding(pooled: bytes, pooling: Pooling, dimensions: int | None, normalize: bool | None) -> np.ndarray:
+    """Return the embedding of a text, or of one chunk, from its ``pooled`` state."""
+    vector = np.frombuffer(pooled, np.float32)
     if dimensions is not None and dimensions > len(vector):
         raise InvalidRequest(
             f"dimensions is {dimensions}, but the model's vectors have {len(vector)}", param="dimensions"

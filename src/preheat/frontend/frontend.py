@@ -44,6 +44,7 @@ from preheat.frontend.answer_cache import AnswerCache
 from preheat.frontend.answer_format import AnswerFormats
 from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.input_processor import InputProcessor, recommended_params
+from preheat.frontend.long_texts import LongTexts
 from preheat.frontend.output_processor import OutputProcessor
 from preheat.frontend.prompt_embeds import PromptEmbeds
 from preheat.frontend.receipts import Receipts
@@ -124,6 +125,7 @@ class Frontend:
             images=options.images,
             priorities=options.priorities,
             reasoning=self.formats.reasoning,
+            long_texts=_long_texts(options.pooling),
         )
         self.receipts, self.answers = options.receipts or Receipts(), options.answers
         self.metrics.answer_cache = None if self.answers is None else self.answers.figures
@@ -271,7 +273,7 @@ class Frontend:
 
         A caller that does not go on must abort ``states``.
         """
-        left = sum(state.params.n for state in states)
+        left = sum(state.sequences for state in states)
         self._check_room(states, left)
         self._starting += left
         try:
@@ -281,8 +283,8 @@ class Frontend:
                     yield
                 requests = self._begin(state, receipts=self.receipts.always)
                 kept = self._kept(state, requests)
-                self._starting -= state.params.n  # now counted as waiting
-                left -= state.params.n
+                self._starting -= state.sequences  # now counted as waiting
+                left -= state.sequences
                 for part in kept or ():
                     yield
                     self.output.process(part)
@@ -302,7 +304,7 @@ class Frontend:
             return
         if asked > most:
             raise InvalidRequest(
-                f"The request asks for {asked} sequences (prompts x n), but at most {most} can wait "
+                f"The request asks for {asked} sequences (prompts x n, or chunks), but at most {most} can wait "
                 "(--max-queued-requests): ask for fewer"
             )
         waiting = self.metrics.waiting + self._starting
@@ -447,11 +449,15 @@ def _bytes_of(states: Sequence[RequestState]) -> int:
     """
     kinds = {id(state.checked): state.checked for state in states}  # mostly one for all
     asked = {key: len(_encode(checked[:3])) if checked else 0 for key, checked in kinds.items()}
-    return sum(state.params.n * (asked[id(state.checked)] + _prompt_bytes(state)) for state in states)
+    return sum(state.sequences * asked[id(state.checked)] + state.params.n * _prompt_bytes(state) for state in states)
 
 
 def _prompt_bytes(state: RequestState) -> int:
     return ID_BYTES * len(state.prompt_ids) + sum(len(segment.image.pixels) for segment in state.segments)
+
+
+def _long_texts(pooling: Pooling | None) -> LongTexts | None:
+    return None if pooling is None or pooling.max_embed_len is None else LongTexts(pooling.max_embed_len)
 
 
 def _own(tokenizer: Tokenizer) -> dict[str, object]:

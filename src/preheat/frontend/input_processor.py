@@ -31,6 +31,7 @@ from preheat.errors import ContextTooLong, InvalidRequest, ModelError, SettingsE
 from preheat.frontend.beam_search import BeamSearch
 from preheat.frontend.beams import BeamSearchParams
 from preheat.frontend.encoding import TextBound, counted
+from preheat.frontend.long_texts import LongTexts
 from preheat.frontend.marks import mark_texts
 from preheat.frontend.pairs import Pair
 from preheat.frontend.prompt_embeds import Embedded
@@ -57,6 +58,7 @@ class InputProcessor:
     ``recommended`` are sampling defaults by parameter, see :func:`recommended_params`. ``max_logprobs`` bounds the
     alternatives per position. ``seed`` seeds the draw of seeds for requests without one. ``images``: of a model that
     sees images. ``priorities``: requests may have a priority. ``reasoning``: how the model reasons; None: unknown.
+    ``long_texts``: the rule of texts in chunks, if there are any.
     """
 
     def __init__(
@@ -70,8 +72,9 @@ class InputProcessor:
         images: Images | None = None,
         priorities: bool = False,
         reasoning: ReasoningFormat | None = None,
+        long_texts: LongTexts | None = None,
     ) -> None:
-        self._priorities, self._reasoning = priorities, reasoning
+        self._priorities, self._reasoning, self._long_texts = priorities, reasoning, long_texts
         self.tokenizer, self._limits, self._images = tokenizer, limits, images
         self.recommended = recommended
         self._max_logprobs = max_logprobs
@@ -136,7 +139,8 @@ class InputProcessor:
         if not ids:
             raise InvalidRequest("The prompt is empty; give at least one token", param="prompt")
         ids, segments = (ids, prompt.segments) if isinstance(prompt, Embedded) else self._with_images(ids, images)
-        if (kept := _kept_tokens(params, limits, cap_length)) < len(ids):
+        long = self._long(params)
+        if (kept := long.kept(params) if long else _kept_tokens(params, limits, cap_length)) < len(ids):
             if segments:
                 raise InvalidRequest(
                     "truncate_prompt_tokens cannot cut a prompt with images or embeddings, and this one has "
@@ -145,10 +149,12 @@ class InputProcessor:
                 )
             ids = ids[:kept] if params.truncation_side == "right" else ids[-kept:]
             text = None if text is None else self.tokenizer.decode(ids)
-        max_tokens = _max_tokens(len(ids), params, limits, cap_length)
+        chunks = long.chunks(ids, limits) if long else []
+        max_tokens = _max_tokens(len(chunks[0] if chunks else ids), params, limits, cap_length)
         return RequestState(
             request_id, text, ids, params, max_tokens, self.tokenizer, cache_salt=cache_salt, segments=segments,
             priority=priority, lora_name=lora_name, embedded=isinstance(prompt, Embedded), checked=checked,
+            chunks=chunks,
         )  # fmt: skip
 
     def relayed(self, request: Request, request_id: str) -> RequestState:
@@ -238,7 +244,10 @@ class InputProcessor:
             bound = counted(self._limits().max_model_len) if cut else self._bound(params)
             bound.check(self.tokenizer, prompt.second)
         elif params.truncate_prompt_tokens is None:
-            _check_prompt_length(len(prompt), self._limits())
+            if (long := self._long(params)) is not None:
+                long.check(len(prompt))
+            else:
+                _check_prompt_length(len(prompt), self._limits())
 
     def encode_to_count(self, text: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids of ``text``, which need not fit the model.
@@ -250,13 +259,19 @@ class InputProcessor:
     def _bound(self, params: SamplingParams) -> TextBound:
         """Return the bound on the tokens of a prompt's text."""
         limits = self._limits()
+        if (long := self._long(params)) is not None:
+            return long.bound(params)
         if params.truncate_prompt_tokens is not None:
             return counted(limits.max_model_len)
         most = min(limits.places - 1, limits.max_prompt_len or sys.maxsize)
         return TextBound(most, lambda size: _check_prompt_length(most + 1, limits, size))
 
+    def _long(self, params: SamplingParams) -> LongTexts | None:
+        """Return the rule of texts in chunks, None if ``params`` ask for a text as a whole."""
+        return self._long_texts if self._long_texts is not None and self._long_texts.serves(params) else None
+
     def fan_out(self, state: RequestState) -> list[Request]:
-        """Return one engine request for each choice; add the choices to ``state``."""
+        """Return one engine request for each choice, or each chunk; add the choices to ``state``."""
         if state.relay is not None:
             choice = Choice(state, 0, next(self._ids), state.new_detokenizer(), None)
             state.choices, state.unfinished = [choice], 1
@@ -267,18 +282,22 @@ class InputProcessor:
         thinking = self._thinking(state)
         if thinking is None and params.thinking_token_budget is not None:
             params = msgspec.structs.replace(params, thinking_token_budget=None)  # a mask would change nothing
-        for index in range(params.n):
+        for index in range(state.sequences):
             stop = StopChecker(strings, mark_texts(state.marks)) if strings else None
             state.choices.append(Choice(state, index, next(self._ids), state.new_detokenizer(), stop))
-        state.unfinished = params.n
+        state.unfinished = state.sequences
         others = msgspec.structs.replace(params, prompt_logprobs=None) if params.n > 1 else params  # one is enough
+        if state.chunks:
+            asked = [(chunk, params, 0) for chunk in state.chunks]
+        else:
+            asked = [(prompt, others if index else params, index) for index in range(params.n)]
         return [
             Request(
-                choice.id, prompt, others if choice.index else params, seed, state.max_tokens, choice.index, stop_ids,
+                choice.id, own, wanted, seed, state.max_tokens, index, stop_ids,
                 state.cache_salt, state.segments, bad_words, state.priority, state.lora_name,
                 state.data_parallel_rank, thinking, source=state.source,
             )
-            for choice in state.choices
+            for choice, (own, wanted, index) in zip(state.choices, asked, strict=True)
         ]  # fmt: skip
 
     def _thinking(self, state: RequestState) -> Thinking | None:

@@ -41,7 +41,7 @@ class OutputProcessor:
         for choice in state.choices:
             choice.times.arrived = now
             self.choices[choice.id] = choice
-        self.metrics.arrived(len(state.prompt_ids), state.params)
+        self.metrics.arrived(len(state.prompt_ids), state.params, state.sequences)
         if self._log:
             request_log.received(state)
 
@@ -100,7 +100,7 @@ class OutputProcessor:
             self.metrics.inter_token.observe(now - at, count)
         for id, end in ends.items():
             if choice := choices.get(id):
-                choice.state.pooled = delta.pooled.get(id, b"")
+                choice.pooled = delta.pooled.get(id, b"")
                 self._process_finish(choice, end)
         if delta.stats is not None:
             self.metrics.update(delta.stats)
@@ -128,8 +128,8 @@ class OutputProcessor:
             self.metrics.waiting -= 1
             self.metrics.running += 1
             self.metrics.queue.observe(now - choice.times.arrived)
-            if choice.index == 0:
-                choice.state.cached_tokens = cached
+            if choice.index == 0 or choice.state.chunks:
+                choice.state.cached_tokens += cached
                 self.metrics.cached_tokens += cached
 
     def _process_finish(self, choice: Choice, end: Finish) -> None:

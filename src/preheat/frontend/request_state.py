@@ -65,7 +65,7 @@ class Choice:
 
     __slots__ = (
         "_begun", "_detokenizer", "_repetition", "_sent", "_sent_parts", "_stop", "finish_reason", "id", "index",
-        "logprobs", "parts", "proof", "receipt", "sent_end", "state", "stop_reason", "times", "token_ids",
+        "logprobs", "parts", "pooled", "proof", "receipt", "sent_end", "state", "stop_reason", "times", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -81,6 +81,7 @@ class Choice:
         self.stop_reason: int | str | None = None
         self.proof: Proof | None = None  # becomes the receipt
         self.receipt: Receipt | None = None
+        self.pooled = b""  # of an engine that pools: fp32 [hidden]
         self.times = Times()
         self.sent_end = self._begun = False
         self._sent = self._sent_parts = 0
@@ -181,6 +182,7 @@ class RequestState:
     ``embedded``: the prompt is embeddings, and ``prompt_ids`` only stand for its positions.
     ``marks``: tokens that the answers' parser looks for. ``phase``: how the answers begin; None: unknown.
     ``call_ids``: tokens that may begin a tool call.
+    ``chunks`` are the prompts of a text that is read in chunks: each has a choice, in their order.
     ``max_tokens`` is the limit for each choice; ``unfinished`` counts the choices that are still running.
     """
 
@@ -197,6 +199,7 @@ class RequestState:
     lora_name: str = ""
     lora_request: LoRARequest | None = None  # the same adapter, as a caller of the library named it
     embedded: bool = False
+    chunks: list[list[int]] = field(default_factory=list)
     checked: CheckedParams | None = None  # params, and the values shared by all prompts of the client's request
     marks: tuple[Mark, ...] = ()
     phase: Phase | None = None
@@ -210,7 +213,6 @@ class RequestState:
     answered_from_cache: bool = False
     prompt_logprobs: list[TokenLogprobs | None] = field(default_factory=list)
     error: PreheatError | None = None
-    pooled: bytes = b""  # of an engine that pools: fp32 [hidden]
     search: Search | None = None  # the source of the choices, if they are not sampled
     relay: Relay | None = None  # the request of another frontend, which gets the results as they are
     first_token_at: float = 0.0  # 0: no token yet
@@ -232,6 +234,16 @@ class RequestState:
         return self.error is not None or (self.unfinished == 0 and bool(self.choices))
 
     @property
+    def sequences(self) -> int:
+        """The number of sequences that the engine runs: choices, or chunks."""
+        return len(self.chunks) or self.params.n
+
+    @property
+    def pooled(self) -> bytes:
+        """The pooled state of a text without chunks."""
+        return self.choices[0].pooled
+
+    @property
     def prompt_text(self) -> str:
         """The prompt as text, also when it came as token ids."""
         return self.tokenizer.decode(self.shown_ids) if self.prompt is None else self.prompt
@@ -247,7 +259,7 @@ class RequestState:
         Choices and their state refer to each other. Only the garbage collector would free them, much later and all at
         once.
         """
-        self.choices, self.prompt_ids, self.prompt_logprobs, self.segments = [], [], [], []
+        self.choices, self.prompt_ids, self.prompt_logprobs, self.segments, self.chunks = [], [], [], [], []
         self.prompt = self.checked = self.search = self.relay = self.on_change = None
 
     def output(self, choices: list[CompletionOutput] | None = None) -> RequestOutput:

@@ -62,7 +62,7 @@ class WholeWriter(ABC):
         """
         generated = sum(len(choice.token_ids) for choice in state.choices) * (1 + (state.params.logprobs or 0))
         prompt = len(state.prompt_logprobs) * (1 + (state.params.prompt_logprobs or 0))
-        return generated + prompt + len(state.pooled) // FLOAT_BYTES
+        return generated + prompt + sum(len(choice.pooled) for choice in state.choices) // FLOAT_BYTES
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         self._service.load += 1

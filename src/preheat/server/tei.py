@@ -148,7 +148,7 @@ async def info(request: Request) -> Response:
         model_dtype=settings.dtype,
         model_type=kind,
         max_concurrent_requests=settings.max_concurrent_requests,
-        max_input_length=min(limits.max_model_len, limits.max_prompt_len or limits.max_model_len),
+        max_input_length=own.max_embed_len or min(limits.max_model_len, limits.max_prompt_len or limits.max_model_len),
         max_batch_tokens=settings.max_num_batched_tokens or limits.max_model_len,
         max_client_batch_size=MAX_PROMPTS,
         version=preheat.__version__,

@@ -18,7 +18,10 @@ from preheat.utils.encoders import CLASSIFIER, COLBERTS, TOKENS, encoder_name
 from preheat.utils.pair_template import QWEN3_RERANKER, PairTemplate
 from preheat.utils.sentence_modules import MODULES, POOLING_TYPES, Dense, PoolingType, prompts_in, stated_by
 
-_KEYS = ("pooling_type", "seq_pooling_type", "tok_pooling_type", "normalize", "use_activation")
+_KEYS = (
+    "pooling_type", "seq_pooling_type", "tok_pooling_type", "normalize", "use_activation",
+    "enable_chunked_processing", "max_embed_len",
+)  # fmt: skip
 _HEADED, _HEADLESS = (
     ("ForCausalLM", "ForConditionalGeneration", "ChatModel", "LMHeadModel"),
     ("Model", "ForTextEncoding", "ForMaskedLM", CLASSIFIER),
@@ -35,8 +38,9 @@ class Pooling:
     in each place. With ALL every token has a vector of its own. ``dense`` are layers behind it; ``normalize`` scales
     each vector to length 1.
     ``matryoshka``: the beginning of an embedding is an embedding too; ``dimensions`` are its allowed lengths, empty:
-    any. ``max_length``: the most tokens of a text, if less than the model's limit. ``prompts``: the prefixes of texts,
-    by kind ("query", "document"); a request may name a kind.
+    any. ``max_length``: the most tokens of a text, if less than the model's limit. ``max_embed_len``: the most tokens
+    of a text that is read in chunks (:mod:`preheat.frontend.long_texts`); None: texts have no chunks. ``prompts``: the
+    prefixes of texts, by kind ("query", "document"); a request may name a kind.
     ``classes`` are the names of a classifier's classes: ``normalize`` then says whether their numbers go through
     ``activation``. ``types`` is the number of types that the tokens of a pair of texts can have, ``template`` is the
     text around a pair.
@@ -47,6 +51,7 @@ class Pooling:
     matryoshka: bool = False
     dimensions: tuple[int, ...] = ()
     max_length: int | None = None
+    max_embed_len: int | None = None
     prompts: Mapping[str, str] = field(default_factory=dict, hash=False)
     classes: tuple[str, ...] = ()
     activation: ClassActivation = "none"
@@ -106,7 +111,10 @@ def pooling_of(settings: Any, folder: Path, config: Mapping[str, Any]) -> Poolin
     if usual == "ALL" and given.get("type", usual) != usual:
         raise SettingsError("pooler_config: a ColBERT has a vector for each token: leave pooling_type out",
                             param="pooler_config")  # fmt: skip
-    return replace(own, **given)
+    found = replace(own, **given)
+    if found.of_tokens:
+        _check_whole(given, "each token has a vector")
+    return found
 
 
 def _usual(architectures: Sequence[object]) -> PoolingType:
@@ -137,12 +145,22 @@ def _classifier(config: Mapping[str, Any], given: Mapping[str, Any]) -> Pooling:
             "leave it out",
             param="pooler_config",
         )
+    _check_whole(given, "a head for classes reads a text as a whole")
     types = 1 if own == "LAST" else config.get("type_vocab_size", 2 if "Bert" in families else 1)
     template = QWEN3_RERANKER if config.get("is_original_qwen3_reranker") else None
     return Pooling(
         own, given.get("normalize", True), classes=labels_of(config), activation=activation_of(config), types=types,
         template=template,
     )  # fmt: skip
+
+
+def _check_whole(given: Mapping[str, Any], why: str) -> None:
+    """Raise SettingsError if texts are to be read in chunks, though they cannot be."""
+    if given.get("max_embed_len") is not None:
+        raise SettingsError(
+            f"pooler_config: enable_chunked_processing combines the vectors of chunks, but {why}: leave it out",
+            param="pooler_config",
+        )
 
 
 def _is_headless(architecture: object) -> bool:
@@ -198,4 +216,29 @@ def _given(settings: Any) -> dict[str, Any]:
             if not isinstance(stated[name], bool):
                 raise SettingsError(f"pooler_config: {name} must be true or false", param="pooler_config")
             found["normalize"] = stated[name]
+    if (most := _max_embed_len(stated)) is not None:
+        found["max_embed_len"] = most
     return found
+
+
+def _max_embed_len(stated: Mapping[str, Any]) -> int | None:
+    """Return the most tokens of a text that is read in chunks, None without chunks."""
+    chunked, most = stated.get("enable_chunked_processing"), stated.get("max_embed_len")
+    if not isinstance(chunked, bool | None):
+        raise SettingsError("pooler_config: enable_chunked_processing must be true or false", param="pooler_config")
+    if most is not None and (isinstance(most, bool) or not isinstance(most, int) or most < 1):
+        raise SettingsError(
+            f"pooler_config: max_embed_len is {most!r}, but must be a whole number, at least 1", param="pooler_config"
+        )
+    if chunked and most is None:
+        raise SettingsError(
+            "pooler_config: enable_chunked_processing needs max_embed_len, the most tokens of a text: add it",
+            param="pooler_config",
+        )
+    if most is not None and not chunked:
+        raise SettingsError(
+            "pooler_config: max_embed_len is for texts in chunks: add enable_chunked_processing, or bound texts by "
+            "--max-model-len",
+            param="pooler_config",
+        )
+    return most
