@@ -226,16 +226,14 @@ def _normal(requirement: str) -> str:
     return re.split(r"[<>=\[; ]", requirement.lower().replace("_", "-"))[0]
 
 
-def at_import(tree: ast.AST) -> set[str]:
-    """Return the modules of preheat that ``tree`` names outside of functions, also for types alone."""
+def imported_by(tree: ast.AST) -> set[str]:
+    """Return the modules of preheat that ``tree`` imports, also for types alone and inside of functions."""
     found: set[str] = set()
-    for node in ast.iter_child_nodes(tree):
+    for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and node.module is not None:
             found |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
-        elif not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            found |= at_import(node)
     return {name.removeprefix("preheat.") for name in found}
 
 
@@ -251,10 +249,11 @@ def in_circles(graph: dict[str, set[str]]) -> set[str]:
 
 
 def test_modules_import_in_no_circle_also_not_for_types():
-    graph = {name_of(path): at_import(ast.parse(path.read_text())) - {name_of(path)} for path in MODULES}
+    graph = {name_of(path): imported_by(ast.parse(path.read_text())) - {name_of(path)} for path in MODULES}
     assert in_circles(graph) == set()
 
 
 def test_the_search_for_circles_can_fail():
     assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {"b", "c"}
-    assert at_import(ast.parse("if TYPE_CHECKING:\n    from preheat.b import C\n")) == {"b", "b.C"}
+    assert imported_by(ast.parse("if TYPE_CHECKING:\n    from preheat.b import C\n")) == {"b", "b.C"}
+    assert imported_by(ast.parse("def f():\n    import preheat.b\n")) == {"b"}

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from preheat.errors import ModelError
+from preheat.model.gguf.container import GGUF, GGUF_WEIGHTS
 from preheat.settings import Settings
 from preheat.utils import files
 from preheat.utils.caches import cache_root
@@ -25,10 +26,6 @@ LONGEST_ID = 200
 
 MODELOPT, GPTQ, AWQ = "hf_quant_config.json", "quantize_config.json", "quant_config.json"
 """Files of ModelOpt, AutoGPTQ and AutoAWQ with the quantization that ``config.json`` lacks."""
-
-GGUF = ".gguf"
-GGUF_WEIGHTS = f"model{GGUF}"
-"""The ending of a GGUF file's name, and the link to the file in its folder (:mod:`preheat.model.gguf.folder`)."""
 
 _IN_REPOSITORY = re.compile(r"([\w.-]+/[\w.-]+-gguf)(?::([\w.-]+))?", re.IGNORECASE)
 """The name of a repository of GGUF files on the Hub, and of a type of tensors in it."""

@@ -16,8 +16,9 @@ from safetensors import safe_open
 from torch import Tensor
 
 from preheat.errors import ModelError
-from preheat.model.files import GGUF_WEIGHTS, indexed_names, weight_files
+from preheat.model.files import indexed_names, weight_files
 from preheat.model.formats import FORMATS, LinearFormat, expected_tensors
+from preheat.model.gguf.container import GGUF_WEIGHTS
 from preheat.model.gguf.tensors import GgufTensors
 from preheat.model.kv_scales import STORED
 from preheat.model.reading import Piece, Shape

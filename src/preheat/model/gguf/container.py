@@ -20,6 +20,10 @@ from preheat.errors import ModelError
 from preheat.model.gguf.kinds import KINDS, Kind
 from preheat.utils.files import open_file, shown
 
+GGUF = ".gguf"
+GGUF_WEIGHTS = f"model{GGUF}"
+"""The ending of a GGUF file's name, and the link to the file in its folder (:mod:`preheat.model.gguf.folder`)."""
+
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 """Versions with the same layout; version 1 has shorter counts."""

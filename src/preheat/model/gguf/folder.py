@@ -19,7 +19,7 @@ from typing import Any
 
 from preheat import __version__
 from preheat.errors import ModelError
-from preheat.model.files import GGUF_WEIGHTS
+from preheat.model.gguf.container import GGUF_WEIGHTS
 from preheat.model.gguf.description import Description
 from preheat.model.gguf.ends import ends_of
 from preheat.model.gguf.tokenizer import Vocabulary
