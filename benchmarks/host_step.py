@@ -37,7 +37,7 @@ from benchmarks.common.report import parser, save
 from benchmarks.common.shapes import CHOICES
 from benchmarks.suite.offline import Offline
 from preheat import LLM
-from preheat.backends.base import Attention, AttentionLayer
+from preheat.backends.base.attention import Attention, AttentionLayer
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.core import Request, SamplingParams, StepResult

@@ -20,7 +20,7 @@ import torch
 
 from benchmarks.common.report import parser, save
 from benchmarks.common.shapes import CHOICES, config_of
-from preheat.backends.base import LayerContext, LayerWeights
+from preheat.backends.base.layers import LayerContext, LayerWeights
 from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.lora_blocks import MANY_ROWS, CudaAdapterRows
 from preheat.backends.cuda.matmul.kernels import KernelConfigs, kernel_configs

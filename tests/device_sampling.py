@@ -8,7 +8,7 @@ import torch
 import triton
 import triton.language as tl
 
-from preheat.backends.base import Backend
+from preheat.backends.base.backend import Backend
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.sample import FURTHEST, LOWEST, TEMPERATURE, id_of, order, real, value_of

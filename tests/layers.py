@@ -7,7 +7,7 @@ from typing import Any, cast
 
 from torch import Tensor
 
-from preheat.backends.base import ExpertsLayer, ExpertsWeights, Layer, LayerContext, LayerWeights
+from preheat.backends.base.layers import ExpertsLayer, ExpertsWeights, Layer, LayerContext, LayerWeights
 from preheat.ops.kinds import Activation
 from preheat.ops.quantization import QuantizedWeight
 from preheat.ops.values import (

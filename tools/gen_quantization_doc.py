@@ -6,7 +6,7 @@ They come from the backends' facts and the last measurement of ``python -m bench
 import json
 from pathlib import Path
 
-from preheat.backends.base import Facts
+from preheat.backends.base.facts import Facts
 from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.backends.cuda.facts import FACTS as CUDA
 

@@ -16,7 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Backend, Facts, Mode
+from preheat.backends.base.backend import Backend
+from preheat.backends.base.facts import Facts, Mode
 from preheat.backends.registry import pick_backend
 from preheat.boot_values import Device, Given, Loaded, Parts, Planned
 from preheat.cache_groups import WHOLE

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from preheat.backends.base import Backend, Mode
+from preheat.backends.base.backend import Backend
+from preheat.backends.base.facts import Mode
 from preheat.engine.loop import EngineSide, Loop
 from preheat.execution.draft_model import DraftModel
 from preheat.execution.executor import Executor

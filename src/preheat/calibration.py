@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Linear
+from preheat.backends.base.layers import Linear
 from preheat.core import SamplingParams
 from preheat.errors import ModelError, PreheatError, SettingsError
 from preheat.execution.executor import Executor, LaunchedStep

@@ -15,7 +15,8 @@ from pathlib import Path
 import msgspec
 import torch
 
-from preheat.backends.base import Backend, SleepMemory
+from preheat.backends.base.backend import Backend
+from preheat.backends.base.device import SleepMemory
 from preheat.backends.names import HOST
 from preheat.combinations import check, traits_of
 from preheat.core import Command, EngineState

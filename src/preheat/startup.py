@@ -61,7 +61,7 @@ from preheat.utils.trace import open_trace
 from preheat.verify.names import check_required
 
 if TYPE_CHECKING:
-    from preheat.backends.base import Backend
+    from preheat.backends.base.backend import Backend
     from preheat.engine.loop import EngineSide, Loop
     from preheat.frontend.images import Images
 

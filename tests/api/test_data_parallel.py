@@ -19,7 +19,7 @@ import pytest
 
 from benchmarks.chaos import Answer, mixed, normal, together
 from preheat import LLM
-from preheat.backends.base import Facts
+from preheat.backends.base.facts import Facts
 from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.backends.cuda.facts import FACTS as CUDA
 from preheat.backends.hpu.facts import FACTS as HPU

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from preheat import LLM, SamplingParams
-from preheat.backends.base import Facts
+from preheat.backends.base.facts import Facts
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda import device, early
 from preheat.backends.registry import FACTS, pick_backend

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from preheat import LLM, boot
-from preheat.backends.base import Facts
+from preheat.backends.base.facts import Facts
 from preheat.backends.cpu import decode_attention, hidden, paged_attention
 from preheat.backends.cpu import sampler as cpu_sampler
 from preheat.backends.cpu.facts import FACTS

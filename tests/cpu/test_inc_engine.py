@@ -15,7 +15,7 @@ import pytest
 import torch
 
 from preheat import LLM, SamplingParams
-from preheat.backends.base import QuantizedKernel
+from preheat.backends.base.facts import QuantizedKernel
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.calibration import OPTIONS_KEPT, calibrate
 from preheat.cli import main

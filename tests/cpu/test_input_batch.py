@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from preheat.backends.base import AttentionLayer
+from preheat.backends.base.attention import AttentionLayer
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.core import NO_PERSISTENT_BATCH, Schedule, StepResult
 from preheat.execution.buffers import StepBuffers

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from preheat.backends.base import LayerContext, LayerWeights
+from preheat.backends.base.layers import LayerContext, LayerWeights
 from preheat.ops.matmul import LowRankPair
 from preheat.ops.values import LowRank
 from tests.layers import value_of

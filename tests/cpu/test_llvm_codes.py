@@ -29,7 +29,7 @@ from tests.cpu.test_gguf_engine import PROMPTS, write
 pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
 from llvmlite import ir
 
-from preheat.backends.base import LayerWeights
+from preheat.backends.base.layers import LayerWeights
 from preheat.backends.cpu.llvm import codes, functions, job, machine, targets
 from preheat.backends.cpu.llvm.kinds import COUNTERS, Product, Scales
 from preheat.backends.cpu.llvm.layer import PanelLayer, product_of, supports

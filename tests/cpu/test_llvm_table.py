@@ -11,7 +11,7 @@ from tests.cpu.checkpoints import save_checkpoint
 from tests.cpu.test_family_engines import differing, prompts, run
 
 pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
-from preheat.backends.base import LayerWeights
+from preheat.backends.base.layers import LayerWeights
 from preheat.backends.cpu.llvm import layer
 from preheat.ops.values import Matmul, WeightFormat
 from tests.cpu.test_llvm import LLVM, SIZES

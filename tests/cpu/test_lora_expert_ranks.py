@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Collective, ExpertsWeights, LayerContext
+from preheat.backends.base.collective import Collective
+from preheat.backends.base.layers import ExpertsWeights, LayerContext
 from preheat.backends.cpu import lowrank
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.lowrank import CpuAdapters, LinearFactors

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from preheat.backends.base import LayerContext
+from preheat.backends.base.layers import LayerContext
 from preheat.backends.cpu import lowrank
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.lowrank import CpuAdapters

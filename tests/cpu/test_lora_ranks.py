@@ -17,7 +17,8 @@ import torch
 from torch import Tensor
 
 from preheat.backends import layer as layer_module
-from preheat.backends.base import Collective, LayerContext
+from preheat.backends.base.collective import Collective
+from preheat.backends.base.layers import LayerContext
 from preheat.backends.cpu import lowrank
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.lowrank import CpuAdapters, LinearFactors

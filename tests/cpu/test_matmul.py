@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from preheat.backends.base import ExpertsWeights, LayerContext, LayerWeights
+from preheat.backends.base.layers import ExpertsWeights, LayerContext, LayerWeights
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.lowrank import CpuAdapters
 from preheat.ops import matmul

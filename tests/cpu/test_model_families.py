@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends.base import Attend
+from preheat.backends.base.attention import Attend
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.errors import ModelError
 from preheat.model.decoder import Attended, Decoder

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from preheat.backends.base import LayerWeights, Linear
+from preheat.backends.base.layers import LayerWeights, Linear
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda.upload import Upload
 from preheat.errors import ModelError

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from preheat import LLM, SamplingParams
-from preheat.backends.base import Link
+from preheat.backends.base.collective import Link
 from preheat.backends.cpu import collective as exchanges
 from preheat.backends.cpu.collective import PLACE_BYTES
 from preheat.backends.cpu.sharing import CpuSharing

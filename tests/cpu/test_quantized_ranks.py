@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from preheat import LLM
-from preheat.backends.base import Collective
+from preheat.backends.base.collective import Collective
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.errors import ModelError
 from preheat.model import shard as shards

@@ -22,7 +22,8 @@ import torch
 from torch import Tensor
 
 from preheat import LLM, SamplingParams
-from preheat.backends.base import Collective, LayerWeights
+from preheat.backends.base.collective import Collective
+from preheat.backends.base.layers import LayerWeights
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.collective import PLACE_BYTES
 from preheat.backends.cpu.sharing import CpuSharing

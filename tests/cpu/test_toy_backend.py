@@ -82,6 +82,6 @@ def test_it_warms_up_as_any_platform_does() -> None:
     assert engine.generate(PROMPTS[0], GREEDY, use_tqdm=False)[0].finished
 
 
-def test_the_toy_backend_stays_below_175_lines() -> None:
-    assert len(Path(tests.cpu.toy_backend.__file__).read_text().splitlines()) < 175
+def test_the_toy_backend_stays_below_180_lines() -> None:
+    assert len(Path(tests.cpu.toy_backend.__file__).read_text().splitlines()) < 180
     assert ToyBackend().device == torch.device("cpu")

@@ -16,8 +16,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends import base, cold, layer
-from preheat.backends.base import AttentionLayer, K, R, StepInputs
+from preheat.backends import cold, layer
+from preheat.backends.base import attention as paged
+from preheat.backends.base.backend import K, R
+from preheat.backends.base.device import GraphDriver, HostEvent, StepCounter
+from preheat.backends.base.facts import Facts, Machine, Mode, Modes
+from preheat.backends.base.layers import ALONE, Layer, LayerWeights, Region
+from preheat.backends.base.sampling import SampledRows, Sampler
 from preheat.core import Level, TokenLogprobs
 from preheat.limits import Limits
 from preheat.ops import digest, embedding, logprobs, moe, norm, rotary, sampler, sampling, values
@@ -29,9 +34,9 @@ def nothing(*args: Any, **more: Any) -> None:
 
 
 class ToyAttention:
-    """Attention where each token looks up the blocks of its sequence."""
+    """paged.Attention where each token looks up the blocks of its sequence."""
 
-    def __init__(self, layers: Sequence[AttentionLayer]) -> None:
+    def __init__(self, layers: Sequence[paged.AttentionLayer]) -> None:
         self.layers, self.tables = layers, dict[int, np.ndarray]()
 
     clear = nothing
@@ -39,16 +44,16 @@ class ToyAttention:
     def list_sizes(self, tokens: int, rows: int, *, width: int) -> tuple[int, ...]:
         return ()
 
-    def plan(self, step: base.StepRows, tables: base.BlockTables) -> base.AttentionWork:
-        return base.AttentionWork([], -1, -1)
+    def plan(self, step: paged.StepRows, tables: paged.BlockTables) -> paged.AttentionWork:
+        return paged.AttentionWork([], -1, -1)
 
-    def write(self, turn: int, tables: base.BlockTables) -> None:
+    def write(self, turn: int, tables: paged.BlockTables) -> None:
         self.tables[turn] = np.pad(tables.block_table, ((0, 1), (0, 0)))  # the last row is padding's
 
-    def send(self, turn: int, work: base.AttentionWork, inputs: StepInputs) -> None:
+    def send(self, turn: int, work: paged.AttentionWork, inputs: paged.StepInputs) -> None:
         self.table = torch.from_numpy(self.tables[turn])
 
-    def attend(self, inputs: StepInputs, out: Tensor) -> base.Attend:
+    def attend(self, inputs: paged.StepInputs, out: Tensor) -> paged.Attend:
         places = list(zip(inputs.slots.tolist(), inputs.positions.tolist(), strict=True))
 
         def attend(index: int, qkv: Tensor) -> Tensor:
@@ -93,7 +98,7 @@ class ToySampler:
         self.raw = logits[: self.step.size]
         self.tokens = self.host.sample(self.raw, self.step, self.words).numpy()
 
-    def read(self, turn: int, rows: int, reporting: np.ndarray, alternatives: np.ndarray) -> base.SampledRows:
+    def read(self, turn: int, rows: int, reporting: np.ndarray, alternatives: np.ndarray) -> SampledRows:
         tokens, some = self.tokens[:rows], self.tokens[reporting]
         return tokens, logprobs.token_logprobs(self.raw[reporting], some, alternatives) if len(some) else []
 
@@ -130,9 +135,9 @@ class ToyBackend:
     prepare = synchronize = compiling = select_kernels = nothing
     sharing = None
     adapters = None
-    facts = base.Facts(
-        name="toy", split=16, machine=base.Machine(flops=1e9, bandwidth=1e9, step_overhead=1e-2, call_overhead=1e-3),
-        modes=base.Modes(default="eager", runs={"eager": "one operation after the other"}, rejected={}),
+    facts = Facts(
+        name="toy", split=16, machine=Machine(flops=1e9, bandwidth=1e9, step_overhead=1e-2, call_overhead=1e-3),
+        modes=Modes(default="eager", runs={"eager": "one operation after the other"}, rejected={}),
         lacks=dict.fromkeys([("tensor_parallel",), ("pipeline",), ("adapters",)], "it is a toy"),
     )  # fmt: skip
     device, fingerprint, peak_memory = torch.device("cpu"), "toy", staticmethod(lambda run: run() or 0)
@@ -146,28 +151,28 @@ class ToyBackend:
     def uploading(self) -> AbstractContextManager[Callable[[Tensor, Tensor], None]]:
         return nullcontext(lambda source, out: np.copyto(out.numpy(), source.float().numpy()))
 
-    def regions(self, mode: base.Mode, cache: Path | None) -> Callable[[base.Region], base.Region]:
+    def regions(self, mode: Mode, cache: Path | None) -> Callable[[Region], Region]:
         return lambda region: region
 
-    def programs(self, body: Callable[[K], R], attention: base.Attention | None = None) -> base.GraphDriver[K, R]:
+    def programs(self, body: Callable[[K], R], attention: paged.Attention | None = None) -> GraphDriver[K, R]:
         return ToyGraphs(body)
 
-    def attention(self, layers: Sequence[AttentionLayer], limits: Limits, *, contiguous: bool) -> base.Attention:
+    def attention(self, layers: Sequence[paged.AttentionLayer], limits: Limits, *, contiguous: bool) -> paged.Attention:
         return ToyAttention(layers)
 
-    def sampler(self, limits: Limits, vocab: int, **options: Any) -> base.Sampler:
+    def sampler(self, limits: Limits, vocab: int, **options: Any) -> Sampler:
         return ToySampler(limits.max_num_seqs, vocab, options["handle_topk_duplicates"])
 
-    def layer(self, value: values.Matmul, weights: base.LayerWeights, context: Any = base.ALONE) -> base.Layer:
+    def layer(self, value: values.Matmul, weights: LayerWeights, context: Any = ALONE) -> Layer:
         product = ToyProduct(each for each in weights[:2] if isinstance(each, Tensor))
         return layer.Layer(value, weights, layer.Tiles([product]))
 
-    def embed(self, inputs: StepInputs, last_token: Tensor, table: Tensor, out: Tensor, **more: Any) -> None:
+    def embed(self, inputs: paged.StepInputs, last_token: Tensor, table: Tensor, out: Tensor, **more: Any) -> None:
         embedding.embed(inputs.tokens, table, **more, at=inputs.positions, out=out)
 
-    def step_counters(self) -> dict[str, base.StepCounter]:
+    def step_counters(self) -> dict[str, StepCounter]:
         return {}
 
     take_rows, add_shared = staticmethod(lambda x, index: x[index]), staticmethod(moe.add_shared)
     norm, row_digests, host_copy = map(staticmethod, (norm.make_norm, digest.row_digests, torch.zeros_like))
-    event = staticmethod(base.HostEvent)
+    event = staticmethod(HostEvent)

@@ -66,7 +66,7 @@ def exchange(rank: int, world: int, folder: str) -> None:
     """
     import torch
 
-    from preheat.backends.base import LayerContext
+    from preheat.backends.base.layers import LayerContext
     from preheat.backends.cuda.backend import CudaBackend
     from preheat.backends.cuda.graph import capture
     from preheat.backends.rendezvous import OneNode

@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from preheat.backends.base import LayerWeights
+from preheat.backends.base.layers import LayerWeights
 from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.linear_hopper import fits

@@ -17,7 +17,7 @@ import torch
 
 from benchmarks.common.adapter import write_adapter
 from preheat import LLM, LoRARequest, SamplingParams
-from preheat.backends.base import LayerContext, LayerWeights
+from preheat.backends.base.layers import LayerContext, LayerWeights
 from preheat.backends.cuda.activation import silu_and_mul
 from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.card import PORTABLE, Card

@@ -10,7 +10,7 @@ from torch import Tensor
 
 pytest.importorskip("triton")
 
-from preheat.backends.base import ExpertsWeights
+from preheat.backends.base.layers import ExpertsWeights
 from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.linear import apply

@@ -8,7 +8,7 @@ from dataclasses import fields, replace
 import pytest
 import torch
 
-from preheat.backends.base import LayerContext
+from preheat.backends.base.layers import LayerContext
 from tests import layers
 
 pytest.importorskip("triton")

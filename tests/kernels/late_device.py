@@ -68,7 +68,7 @@ class LateDevice(TorchDispatchMode):
 
 
 class LateEvent:
-    """See :class:`preheat.backends.base.DeviceEvent`."""
+    """See :class:`preheat.backends.base.device.DeviceEvent`."""
 
     def __init__(self, device: LateDevice) -> None:
         self._device, self._at = device, 0

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from preheat.backends.base import LayerContext
+from preheat.backends.base.layers import LayerContext
 from preheat.backends.cuda.collective import RankSums, add_ranks
 from preheat.backends.cuda.matmul.layer import Layer
 from preheat.backends.cuda.moe import ExpertsLayer

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from preheat.backends.base import LayerContext, LayerWeights
+from preheat.backends.base.layers import LayerContext, LayerWeights
 from preheat.backends.cuda import lora, lora_blocks, lora_expand, lora_shrink
 from preheat.backends.cuda.activation import silu_and_mul
 from preheat.backends.cuda.lora import Factors

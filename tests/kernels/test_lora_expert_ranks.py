@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends.base import ExpertsWeights, LayerContext
+from preheat.backends.base.layers import ExpertsWeights, LayerContext
 from preheat.backends.cuda import lora_routed, moe
 from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.matmul.config import ExpertsShape

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from preheat.backends.base import ExpertsWeights, LayerContext
+from preheat.backends.base.layers import ExpertsWeights, LayerContext
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.quantized import parts_of
 from preheat.backends.cuda import lora_routed, moe

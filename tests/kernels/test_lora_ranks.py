@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from preheat.backends.base import LayerContext
+from preheat.backends.base.layers import LayerContext
 from preheat.backends.cuda import lora, lora_shrink
 from preheat.backends.cuda.collective import RankSums
 from preheat.ops import matmul

@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from preheat.backends.base import LayerContext
+from preheat.backends.base.layers import LayerContext
 from preheat.backends.cuda.collective import RankSums, Room
 from preheat.backends.cuda.norm import CudaNorm
 from preheat.backends.cuda.peer import Launch, Peers, flags, run, slots

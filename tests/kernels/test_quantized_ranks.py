@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from preheat.backends.base import LayerContext
+from preheat.backends.base.layers import LayerContext
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.linear import apply

@@ -10,7 +10,7 @@ import sys
 
 import pytest
 
-from preheat.backends.base import NO_BRIDGE
+from preheat.backends.base.facts import NO_BRIDGE
 from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.backends.hpu import detect
 from preheat.backends.hpu import environment as hpu_environment

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from preheat.backends.base import Facts
+from preheat.backends.base.facts import Facts
 from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.backends.cuda.facts import FACTS as CUDA
 from preheat.backends.hpu.facts import FACTS as HPU

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Embedding, ExpertsWeights, LayerContext, LayerWeights
+from preheat.backends.base.layers import Embedding, ExpertsWeights, LayerContext, LayerWeights
 from preheat.backends.cuda import card as hardware
 from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.card import HOPPER

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Generic
 
-from preheat.backends.base import K, R
+from preheat.backends.base.backend import K, R
 
 
 class Calls(Generic[K, R]):

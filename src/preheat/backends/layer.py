@@ -8,7 +8,9 @@ from typing import Any, Generic, Protocol, TypeVar
 import torch
 from torch import Tensor
 
-from preheat.backends.base import ALONE, AdapterSlots, Collective, LayerContext, LayerWeights
+from preheat.backends.base.adapters import AdapterSlots
+from preheat.backends.base.collective import Collective
+from preheat.backends.base.layers import ALONE, LayerContext, LayerWeights
 from preheat.ops.float8 import simulate
 from preheat.ops.matmul import finished, tree_sum
 from preheat.ops.moe import combine, visits
@@ -21,7 +23,7 @@ class Product(Protocol):
     def __call__(self, x: Tensor) -> Tensor: ...
 
     def weights(self) -> Iterable[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
 
 
 P = TypeVar("P", bound=Product)
@@ -43,7 +45,7 @@ class Products(Protocol):
     def __call__(self, x: Tensor) -> list[Tensor]: ...
 
     def weights(self) -> Iterable[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
 
 
 class Terms(AdapterSlots, Protocol):
@@ -174,16 +176,16 @@ class Layer:
         return y
 
     def weights(self) -> Iterator[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         yield from self._products.weights()
         yield from (each for each in (self._bias, self._rounding) if each is not None)
 
     def state(self) -> Iterable[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         return () if self.slots is None else self.slots.tensors()
 
     def stored(self) -> tuple[Tensor, Tensor | None]:
-        """See :class:`preheat.backends.base.Layer`."""
+        """See :class:`preheat.backends.base.layers.Layer`."""
         return stored_among(self.value, self.weights())
 
 

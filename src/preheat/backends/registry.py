@@ -17,7 +17,8 @@ from preheat.errors import SettingsError
 from preheat.utils.finding import Finding
 
 if TYPE_CHECKING:
-    from preheat.backends.base import Backend, Facts
+    from preheat.backends.base.backend import Backend
+    from preheat.backends.base.facts import Facts
 
 logger = logging.getLogger(__name__)
 

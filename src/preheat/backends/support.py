@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from preheat.backends.base import Facts
+from preheat.backends.base.facts import Facts
 from preheat.ops.values import (
     NOTHING_MORE,
     Cache,

@@ -10,7 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from preheat.backends.base import Backend, Mode, StepCounter
+from preheat.backends.base.backend import Backend
+from preheat.backends.base.device import StepCounter
+from preheat.backends.base.facts import Mode
 from preheat.core import Schedule, Swaps
 from preheat.engine.loop import StepListener
 from preheat.settings import Settings

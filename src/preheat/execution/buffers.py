@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import HOST_COPIES, Attention, Backend, StepInputs
+from preheat.backends.base.attention import Attention, StepInputs
+from preheat.backends.base.backend import Backend
+from preheat.backends.base.device import HOST_COPIES
 from preheat.limits import Limits
 from preheat.plan.buckets import Bucket
 

@@ -9,7 +9,10 @@ from typing import NamedTuple
 
 import torch
 
-from preheat.backends.base import Backend, ExpertsLayer, Linear, Mode, Sampler
+from preheat.backends.base.backend import Backend
+from preheat.backends.base.facts import Mode
+from preheat.backends.base.layers import ExpertsLayer, Linear
+from preheat.backends.base.sampling import Sampler
 from preheat.execution.buffers import StepBuffers
 from preheat.execution.encoder import Encoder, Given
 from preheat.execution.executor import Executor, attention_layers, layer_parts

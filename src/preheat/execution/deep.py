@@ -28,7 +28,7 @@ class DeepEmbeddings:
     def adder(self, tokens: Tensor) -> Deep:
         """Return the adder for a step's ``tokens``, int32 [tokens].
 
-        A token -2 - row is the row of an image (:meth:`preheat.backends.base.Operations.embed`).
+        A token -2 - row is the row of an image (:meth:`preheat.backends.base.backend.Operations.embed`).
         """
         rows = -2 - tokens
         seen, rows = (rows >= 0).unsqueeze(1), rows.clamp(min=0)

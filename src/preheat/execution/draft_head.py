@@ -18,7 +18,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import AdapterStep, StepInputs
+from preheat.backends.base.adapters import AdapterStep
+from preheat.backends.base.attention import StepInputs
 from preheat.execution.draft_model import DraftModel
 from preheat.execution.executor import Executor
 from preheat.execution.features import Features, Places, places, token_places

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from preheat.backends.base import Backend
+from preheat.backends.base.backend import Backend
 from preheat.errors import SettingsError
 from preheat.execution.draft_model import DraftModel
 from preheat.model.eagle import is_head, load_head

@@ -16,7 +16,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import HOST_COPIES, Backend
+from preheat.backends.base.backend import Backend
+from preheat.backends.base.device import HOST_COPIES
 from preheat.core import PIECE, Image
 from preheat.limits import Limits
 from preheat.plan.programs import Program, encoder_programs

@@ -18,17 +18,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import (
-    AdapterStep,
-    AttentionLayer,
-    Backend,
-    LayerParts,
-    RoutedParts,
-    SampledRows,
-    Sampler,
-    SharedParts,
-    StepInputs,
-)
+from preheat.backends.base.adapters import AdapterStep
+from preheat.backends.base.attention import AttentionLayer, StepInputs
+from preheat.backends.base.backend import Backend
+from preheat.backends.base.functions import LayerParts, RoutedParts, SharedParts
+from preheat.backends.base.sampling import SampledRows, Sampler
 from preheat.core import Image, StepResult, Swaps
 from preheat.errors import PreheatError
 from preheat.execution.buffers import StepBuffers

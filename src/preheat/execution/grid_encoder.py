@@ -14,7 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import HOST_COPIES, Backend
+from preheat.backends.base.backend import Backend
+from preheat.backends.base.device import HOST_COPIES
 from preheat.core import Image
 from preheat.execution.deep import DeepEmbeddings
 from preheat.execution.encoder import noise

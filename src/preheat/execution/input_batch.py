@@ -12,7 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from preheat.backends.base import HOST_COPIES, AttentionWork, StepRows
+from preheat.backends.base.attention import AttentionWork, StepRows
+from preheat.backends.base.device import HOST_COPIES
 from preheat.core import NO_PERSISTENT_BATCH, Schedule
 from preheat.execution.buffers import MAX_LISTS, Layout, StepBuffers
 from preheat.execution.logit_stages import STAGES, LogitStage, sampling_input
@@ -328,7 +329,7 @@ class Packer:
 def image_ids(source: int, count: int) -> np.ndarray:
     """Return ids that stand for ``count`` embeddings of images, from ``source`` on.
 
-    They are below -1, the id of the device's last token; see :meth:`preheat.backends.base.Operations.embed`.
+    They are below -1, the id of the device's last token; see :meth:`preheat.backends.base.backend.Operations.embed`.
     """
     return -2 - np.arange(source, source + count, dtype=np.int32)
 

@@ -17,16 +17,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import (
+from preheat.backends.base.attention import (
     Attend,
     Attention,
     AttentionWork,
-    Backend,
     BlockTables,
     Recurrences,
     StepInputs,
     StepRows,
 )
+from preheat.backends.base.backend import Backend
 from preheat.core import StepStates, own_states
 from preheat.model.attention_specs import AttentionSpec
 from preheat.model.decoder import Decoder
@@ -36,7 +36,7 @@ from preheat.ops.delta import DeltaRows, DeltaStates, DeltaWeights, delta_rule
 from preheat.ops.values import Recurrence
 
 Gate = Callable[[Tensor, Tensor], Tensor]
-"""See :meth:`preheat.backends.base.Operations.gated`."""
+"""See :meth:`preheat.backends.base.backend.Operations.gated`."""
 
 
 @dataclass(slots=True)
@@ -48,7 +48,10 @@ class MixerWork(AttentionWork):
 
 
 class HostRecurrences:
-    """The reference around a backend's :meth:`~preheat.backends.base.Operations.recur`, see :class:`Recurrences`."""
+    """The reference around a backend's :meth:`~preheat.backends.base.backend.Operations.recur`.
+
+    See :class:`Recurrences`.
+    """
 
     def __init__(self, backend: Backend) -> None:
         self._device, self._recur = backend.device, cache(backend.recur)

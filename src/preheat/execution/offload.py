@@ -18,7 +18,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from preheat.backends.base import Backend
+from preheat.backends.base.backend import Backend
 from preheat.core import Transfer
 from preheat.errors import EngineDead, SettingsError
 from preheat.execution.kv_cache import BlockCache

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import SampledRows
+from preheat.backends.base.sampling import SampledRows
 from preheat.core import Level, TokenLogprobs
 from preheat.ops.sampling import SamplingInput
 

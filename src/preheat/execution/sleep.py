@@ -10,7 +10,7 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
-from preheat.backends.base import Backend
+from preheat.backends.base.backend import Backend
 from preheat.settings import Settings
 
 logger = logging.getLogger(__name__)

@@ -11,7 +11,7 @@ from functools import partial
 
 from torch import Tensor
 
-from preheat.backends.base import Backend
+from preheat.backends.base.backend import Backend
 from preheat.errors import InvalidRequest
 from preheat.execution.weight_group import WeightGroup
 from preheat.model.loader import LoadedModel

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from preheat.backends.base import Backend
+from preheat.backends.base.backend import Backend
 from preheat.execution.kv_cache import KVCache
 from preheat.execution.offload import HostTier
 from preheat.kv_transfer.client import Target

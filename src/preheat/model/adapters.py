@@ -9,17 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import (
-    AdapterRows,
-    AdapterSlots,
-    AdapterStep,
-    Backend,
-    Embedding,
-    ExpertsLayer,
-    Layer,
-    ReadableSlots,
-    StepInputs,
-)
+from preheat.backends.base.adapters import AdapterRows, AdapterSlots, AdapterStep, ReadableSlots
+from preheat.backends.base.attention import StepInputs
+from preheat.backends.base.backend import Backend
+from preheat.backends.base.layers import Embedding, ExpertsLayer, Layer
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.model.mlp_specs import ExpertsSpec
 from preheat.model.tensor_specs import EmbeddingSpec, LinearSpec
@@ -177,11 +170,11 @@ class ModelAdapterSlots:
             layer.clear(slot)
 
     def describe(self, turn: int, step: AdapterStep, slots: np.ndarray) -> None:
-        """See :class:`preheat.backends.base.AdapterRows`."""
+        """See :class:`preheat.backends.base.adapters.AdapterRows`."""
         self.rows.describe(turn, step, slots)
 
     def use(self, step: AdapterStep | None) -> None:
-        """See :class:`preheat.backends.base.AdapterRows`."""
+        """See :class:`preheat.backends.base.adapters.AdapterRows`."""
         self.rows.use(step)
 
 

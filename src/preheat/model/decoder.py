@@ -8,7 +8,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Attend, FusedInput, LayerFunctions, Norm, Region
+from preheat.backends.base.attention import Attend
+from preheat.backends.base.functions import LayerFunctions
+from preheat.backends.base.layers import FusedInput, Norm, Region
 from preheat.model.layers import DecoderLayer, fused, joined, normed
 from preheat.model.rope import query_factors, rope_table
 from preheat.model.specs import ModelSpec

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from preheat.backends.base import Linear
+from preheat.backends.base.layers import Linear
 from preheat.model.loader import LoadedModel
 
 

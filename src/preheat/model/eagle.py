@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Backend, Linear, Norm
+from preheat.backends.base.backend import Backend
+from preheat.backends.base.layers import Linear, Norm
 from preheat.errors import ModelError, SettingsError
 from preheat.model.config import Config
 from preheat.model.draft_head import LoadedHead, Reads

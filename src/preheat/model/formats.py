@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping
 from itertools import groupby
 from typing import TYPE_CHECKING, Protocol
 
-from preheat.backends.base import ExpertsWeights, LayerWeights
+from preheat.backends.base.layers import ExpertsWeights, LayerWeights
 from preheat.model.formats_fp4 import MxFp4, NvFp4
 from preheat.model.formats_gguf import GgufCodes
 from preheat.model.formats_quantized import Awq, Fp8, Gptq, Online, PackQuantized, expert_modules, reorder
@@ -24,7 +24,7 @@ from preheat.model.tensor_specs import HeadSpec, LinearSpec, NormSpec, PatchSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from preheat.backends.base import Linear
+    from preheat.backends.base.layers import Linear
 
 
 Range = tuple[int, int]

@@ -14,7 +14,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from preheat.backends.base import LayerWeights, Linear
+from preheat.backends.base.layers import LayerWeights, Linear
 from preheat.model.formats import Plain
 from preheat.model.inc import IncConfig, module_name
 from preheat.model.reading import WeightReader

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from preheat.backends.base import ExpertsWeights, LayerWeights
+from preheat.backends.base.layers import ExpertsWeights, LayerWeights
 from preheat.errors import ModelError
 from preheat.model.mlp_specs import ExpertsSpec
 from preheat.model.reading import Shape, WeightReader
@@ -23,7 +23,7 @@ from preheat.ops.kinds import Scheme
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from preheat.backends.base import Linear
+    from preheat.backends.base.layers import Linear
     from preheat.ops.quantization import QuantizedWeight
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from preheat.backends.base import ExpertsWeights
+from preheat.backends.base.layers import ExpertsWeights
 from preheat.model.formats_fp4 import exponents
 from preheat.model.mlp_specs import ExpertsSpec
 from preheat.model.reading import Shape, WeightReader
@@ -17,7 +17,7 @@ from preheat.model.tensor_specs import LinearSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from preheat.backends.base import Linear
+    from preheat.backends.base.layers import Linear
     from preheat.ops.quantization import QuantizedWeight
 
 BLOCK = 32

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Linear, Norm
+from preheat.backends.base.layers import Linear, Norm
 from preheat.model.grid_specs import GridVisionSpec
 from preheat.model.layers import DenseMlp, Linears, below
 from preheat.model.vision import VisionLayer

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Linear, Norm
+from preheat.backends.base.layers import Linear, Norm
 
 
 @dataclass(frozen=True, slots=True)

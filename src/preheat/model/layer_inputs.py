@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from preheat.backends.base import Linear, Norm
+from preheat.backends.base.layers import Linear, Norm
 
 
 @dataclass(frozen=True, slots=True)

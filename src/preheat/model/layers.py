@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends.base import Collective, ExpertsLayer, FusedInput, Join, Linear, Norm
+from preheat.backends.base.collective import Collective
+from preheat.backends.base.layers import ExpertsLayer, FusedInput, Join, Linear, Norm
 from preheat.model.latent import Latent
 from preheat.model.layer_inputs import LayerEnd
 from preheat.ops.delta import DeltaWeights
@@ -295,7 +296,7 @@ def joined(
     """Add ``block`` of ``x`` to ``residual`` in place; return the ``norm`` of the sum in the form ``how``.
 
     The block's output goes through ``out_norm`` before, if there is one. A block may have a ``join``, which does all of
-    it in fewer launches, or returns None where it cannot (:data:`preheat.backends.base.Join`).
+    it in fewer launches, or returns None where it cannot (:data:`preheat.backends.base.layers.Join`).
     """
     join: Join | None = getattr(block, "join", None)
     if out_norm is None and join is not None and (found := join(x, norm, residual, how)) is not None:

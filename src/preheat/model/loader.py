@@ -18,9 +18,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends.base import (
-    Backend,
-    Collective,
+from preheat.backends.base.backend import Backend
+from preheat.backends.base.collective import Collective
+from preheat.backends.base.layers import (
     Embedding,
     ExpertsLayer,
     ExpertsWeights,

@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from preheat.backends.base import Backend, Norm
+from preheat.backends.base.backend import Backend
+from preheat.backends.base.layers import Norm
 from preheat.errors import ModelError
 from preheat.model.attention_specs import AttentionSpec
 from preheat.model.config import Config

@@ -38,11 +38,11 @@ class HeadLayer:
         return rounded
 
     def weights(self) -> Iterable[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         return self.weight, self.bias
 
     def state(self) -> Iterable[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         return ()
 
 
@@ -67,11 +67,11 @@ class HeadNorm:
         return rounded
 
     def weights(self) -> Iterable[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         return self.weight, self.bias
 
     def state(self) -> Iterable[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         return ()
 
 

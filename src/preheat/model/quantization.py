@@ -14,7 +14,7 @@ from fnmatch import fnmatchcase
 from functools import cache, partial
 from typing import Any, TypeVar, cast
 
-from preheat.backends.base import Facts
+from preheat.backends.base.facts import Facts
 from preheat.errors import ModelError, SettingsError
 from preheat.model import unread
 from preheat.model.gguf.kinds import GROUP, PACKED

@@ -7,7 +7,7 @@ import json
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from preheat.backends.base import Facts
+from preheat.backends.base.facts import Facts
 from preheat.errors import SettingsError
 from preheat.model import inc
 from preheat.model.formats import FORMATS, LinearFormat

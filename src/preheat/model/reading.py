@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-from preheat.backends.base import LayerWeights, Linear
+from preheat.backends.base.layers import LayerWeights, Linear
 from preheat.ops.kinds import Scheme
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from preheat.backends.base import Backend
+    from preheat.backends.base.backend import Backend
     from preheat.model.tensor_specs import LinearSpec
     from preheat.ops.quantization import QuantizedWeight
 

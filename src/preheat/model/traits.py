@@ -5,7 +5,7 @@ See :mod:`preheat.combinations`. No torch here.
 
 from __future__ import annotations
 
-from preheat.backends.base import Facts, Mode
+from preheat.backends.base.facts import Facts, Mode
 from preheat.combinations import Lacks, check, traits_of
 from preheat.model.families import read_spec
 from preheat.model.files import find_model, read_config

@@ -17,7 +17,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Backend, HasWeights, Layer
+from preheat.backends.base.backend import Backend
+from preheat.backends.base.layers import HasWeights, Layer
 from preheat.errors import ModelError
 from preheat.model.attention_specs import AttentionSpec
 from preheat.model.formats import LinearFormat, Plain, expected_tensors
@@ -299,8 +300,8 @@ def tensors_of(node: object) -> Iterator[Tensor]:
     """Yield the tensors below ``node``, a part of a loaded model.
 
     An update replaces these tensors, and a sleep drops them. A layer names its own tensors
-    (:class:`preheat.backends.base.HasWeights`). The order of tensors depends only on the values of layers, and on the
-    classes of the other parts.
+    (:class:`preheat.backends.base.layers.HasWeights`). The order of tensors depends only on the values of layers, and
+    on the classes of the other parts.
     """
     for part in _parts_of(node):
         if not isinstance(part, Tensor):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Linear, Norm
+from preheat.backends.base.layers import Linear, Norm
 from preheat.model.layers import DenseMlp, Linears, below
 from preheat.model.vision_specs import VisionSpec
 from preheat.ops.image_attention import attend_images

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from preheat.backends.base import Linear, Norm
+from preheat.backends.base.layers import Linear, Norm
 from preheat.model.grid_vision import GridVisionWeights
 from preheat.model.layer_inputs import LayerInputs
 from preheat.model.layers import DecoderLayer, GatheredHead, HeadElsewhere, HiddenStates, Linears, below

@@ -7,7 +7,8 @@ from typing import Any
 
 from torch import Tensor
 
-from preheat.backends.base import Collective, StepInputs
+from preheat.backends.base.attention import StepInputs
+from preheat.backends.base.collective import Collective
 from preheat.execution.executor import Executor
 from preheat.model.decoder import Attended, Tap
 from preheat.parallel.groups import Pipe

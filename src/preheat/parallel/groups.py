@@ -11,7 +11,7 @@ from typing import cast
 
 from torch import Tensor
 
-from preheat.backends.base import Collective, Link, Sharing
+from preheat.backends.base.collective import Collective, Link, Sharing
 from preheat.backends.rendezvous import Rendezvous
 from preheat.model.shard import sums_k_splits
 from preheat.settings import Settings
@@ -73,7 +73,7 @@ class Groups:
     def join(cls, settings: Settings, sharing: Sharing, rendezvous: Rendezvous, check: Callable[[], None]) -> Groups:
         """Join the groups of the rank that ``rendezvous`` connects with all others.
 
-        See :meth:`preheat.backends.base.Sharing.join`.
+        See :meth:`preheat.backends.base.collective.Sharing.join`.
         """
         stages, size = settings.pipeline_parallel_size, settings.tensor_parallel_size
         if stages == 1:
@@ -95,12 +95,12 @@ class Groups:
         return cls(stage, collective, pipe)
 
     def abort(self) -> None:
-        """See :meth:`preheat.backends.base.Collective.abort`."""
+        """See :meth:`preheat.backends.base.collective.Collective.abort`."""
         pipe = () if self.pipe is None else (self.pipe.before, self.pipe.after, self.pipe.everyone)
         for each in (self.collective, *pipe):
             if each is not None:
                 each.abort()
 
     def fault(self) -> str | None:
-        """See :meth:`preheat.backends.base.Collective.fault`."""
+        """See :meth:`preheat.backends.base.collective.Collective.fault`."""
         return None if self.collective is None else self.collective.fault()

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from preheat import __version__
-from preheat.backends.base import Backend, Collective
+from preheat.backends.base.backend import Backend
+from preheat.backends.base.collective import Collective
 from preheat.backends.cold import Counted
 from preheat.core import StepResult, Swaps, Transfer
 from preheat.errors import PreheatError, RankDied

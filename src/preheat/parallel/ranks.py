@@ -25,7 +25,7 @@ from pathlib import Path
 from queue import Empty
 from typing import Any, Protocol
 
-from preheat.backends.base import Mode
+from preheat.backends.base.facts import Mode
 from preheat.backends.rendezvous import Rendezvous
 from preheat.errors import PreheatError, RankDied, WireError
 from preheat.parallel.groups import world_size
@@ -157,7 +157,7 @@ class Ranks:
         self._watch.start()
 
     fault: Callable[[], str | None]
-    """See :meth:`preheat.backends.base.Collective.fault`."""
+    """See :meth:`preheat.backends.base.collective.Collective.fault`."""
 
     def _order(self, rank: Started, orders: Orders) -> None:
         try:

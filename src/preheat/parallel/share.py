@@ -11,7 +11,9 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
-from preheat.backends.base import Backend, Collective, Facts, Mode
+from preheat.backends.base.backend import Backend
+from preheat.backends.base.collective import Collective
+from preheat.backends.base.facts import Facts, Mode
 from preheat.backends.cold import Counted
 from preheat.backends.rendezvous import OneNode
 from preheat.execution.build import Build, build

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from preheat.backends.base import AttentionWork, StepRows
+from preheat.backends.base.attention import AttentionWork, StepRows
 from preheat.core import Level, Schedule, StepStates
 from preheat.execution.buffers import StepBuffers
 from preheat.execution.input_batch import InputBatch, PromptPart

@@ -16,7 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from preheat.backends.base import Backend, Mode
+from preheat.backends.base.backend import Backend
+from preheat.backends.base.facts import Mode
 from preheat.backends.registry import pick_backend
 from preheat.backends.rendezvous import Rendezvous
 from preheat.core import Swaps, Transfer

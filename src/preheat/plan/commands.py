@@ -8,7 +8,7 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import replace
 
-from preheat.backends.base import Facts
+from preheat.backends.base.facts import Facts
 from preheat.cache_groups import WHOLE
 from preheat.limits import Limits, more_states, resolve_limits
 from preheat.plan.bucket_sizes import PAD_PERCENT, STRATEGIES, bucket_sizes

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol
 
-from preheat.backends.base import Machine
+from preheat.backends.base.facts import Machine
 from preheat.plan.buckets import Bucket
 
 GRAMMAR_SECONDS, FUNCTION_SECONDS = 0.05, 0.15

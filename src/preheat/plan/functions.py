@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple, Protocol
 
-from preheat.backends.base import Facts
+from preheat.backends.base.facts import Facts
 
 
 class Function(NamedTuple):

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from math import prod
 from typing import NamedTuple, Protocol
 
-from preheat.backends.base import Facts, Mode
+from preheat.backends.base.facts import Facts, Mode
 from preheat.cache_groups import WHOLE, CacheGroup, Entry, cut, room_of
 from preheat.combinations import reason_against, traits_of
 from preheat.settings import Settings

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any, get_args
 
-from preheat.backends.base import Facts, Mode
+from preheat.backends.base.facts import Facts, Mode
 from preheat.errors import SettingsError
 from preheat.plan.policy import policy_of
 from preheat.settings import OPTIONS, Settings

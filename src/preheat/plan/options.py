@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, fields
 from typing import Any
 
-from preheat.backends.base import Facts
+from preheat.backends.base.facts import Facts
 from preheat.plan.functions import Function
 from preheat.utils.speculation import WITH_WEIGHTS
 from preheat.utils.structured import preloads_of

@@ -6,7 +6,7 @@ import logging
 from dataclasses import replace
 from typing import Any
 
-from preheat.backends.base import Facts
+from preheat.backends.base.facts import Facts
 from preheat.plan.modes import step_limits
 from preheat.settings import Settings
 

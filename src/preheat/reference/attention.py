@@ -13,7 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends.base import Attend, AttentionLayer, Backend, StepInputs, StepRows
+from preheat.backends.base.attention import Attend, AttentionLayer, StepInputs, StepRows
+from preheat.backends.base.backend import Backend
 from preheat.execution.executor import attention_layers
 from preheat.execution.kv_cache import KVCache
 from preheat.limits import Limits

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from preheat.backends.base import Backend
+from preheat.backends.base.backend import Backend
 from preheat.backends.names import HOST
 from preheat.backends.registry import pick_backend
 from preheat.errors import ModelError, SettingsError

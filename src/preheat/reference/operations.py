@@ -16,7 +16,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from preheat.backends.base import ALONE, Backend, ExpertsWeights, LayerContext, LayerWeights, Linear, Norm
+from preheat.backends.base.backend import Backend
+from preheat.backends.base.layers import ALONE, ExpertsWeights, LayerContext, LayerWeights, Linear, Norm
 from preheat.ops.activation import CLAMP
 from preheat.ops.kinds import Activation, NormKind
 from preheat.ops.moe import route, routed
@@ -87,7 +88,7 @@ ACTIVATIONS: Mapping[Activation, Callable[[Tensor], Tensor]] = {
 
 
 class DifferentiableNorm:
-    """A :class:`~preheat.backends.base.Norm` with gradients for input, weight and bias."""
+    """A :class:`~preheat.backends.base.layers.Norm` with gradients for input, weight and bias."""
 
     def __init__(self, engine: Norm, weight: Tensor, bias: Tensor | None, eps: float, kind: NormKind) -> None:
         self.weight, self.eps, self.kind = weight, eps, kind

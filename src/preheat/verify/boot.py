@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Facts
+from preheat.backends.base.facts import Facts
 from preheat.errors import CheckFailed, NotInvariant
 from preheat.grammar.service import Grammars
 from preheat.plan.buckets import Bucket

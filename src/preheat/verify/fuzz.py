@@ -18,7 +18,8 @@ from typing import Any
 
 import torch
 
-from preheat.backends.base import Backend, Facts
+from preheat.backends.base.backend import Backend
+from preheat.backends.base.facts import Facts
 from preheat.backends.registry import pick_backend
 from preheat.errors import PreheatError
 from preheat.model.loader import obstacle

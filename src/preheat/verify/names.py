@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 from typing import NamedTuple
 
-from preheat.backends.base import Facts, Mode
+from preheat.backends.base.facts import Facts, Mode
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.model.kv_scales import FP8

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 from weakref import WeakSet
 
-from preheat.backends.base import AttentionWork
+from preheat.backends.base.attention import AttentionWork
 from preheat.core import Level, Swaps
 from preheat.errors import ColdStep
 from preheat.execution.input_batch import InputBatch

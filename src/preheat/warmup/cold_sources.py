@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from types import MappingProxyType
 
-from preheat.backends.base import Backend
+from preheat.backends.base.backend import Backend
 from preheat.backends.cold import Counted
 
 ORIGINS: Mapping[str, str] = MappingProxyType(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from preheat.backends.base import Facts
+from preheat.backends.base.facts import Facts
 from preheat.settings import Settings
 
 DEBUG_PART = "warmup"

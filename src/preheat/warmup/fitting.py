@@ -12,7 +12,8 @@ from functools import partial
 
 from torch import Tensor
 
-from preheat.backends.base import Backend, Mode
+from preheat.backends.base.backend import Backend
+from preheat.backends.base.facts import Mode
 from preheat.execution.build import Build, build, linear_rows, select_linear_kernels
 from preheat.limits import Limits, more_states, resolve_limits
 from preheat.model.loader import LoadedModel

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 import torch
 
-from preheat.backends.base import Backend
+from preheat.backends.base.backend import Backend
 from preheat.execution.executor import LaunchedStep
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket, Phase

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from preheat.backends.base import Backend
+from preheat.backends.base.backend import Backend
 from preheat.core import Level
 from preheat.errors import SettingsError
 from preheat.execution.build import Assembly, Build, build

@@ -15,7 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Backend
+from preheat.backends.base.backend import Backend
 from preheat.core import Progress, SamplingParams, Transfer
 from preheat.errors import CheckFailed, NotInvariant
 from preheat.execution.offload import HostTier

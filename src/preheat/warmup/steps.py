@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from preheat.backends.base import Backend
+from preheat.backends.base.backend import Backend
 from preheat.plan import lines
 from preheat.utils import memory
 from preheat.utils.trace import Span, no_span

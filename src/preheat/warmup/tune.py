@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 
-from preheat.backends.base import TuneRequest
+from preheat.backends.base.backend import TuneRequest
 from preheat.backends.registry import pick_backend
 from preheat.model.config import resolve_dtype
 from preheat.model.families import spec_of

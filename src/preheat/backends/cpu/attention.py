@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Attend, AttentionLayer, AttentionWork, BlockTables, StepInputs, StepRows
+from preheat.backends.base.attention import Attend, AttentionLayer, AttentionWork, BlockTables, StepInputs, StepRows
 from preheat.backends.cpu.decode_attention import DecodeAttention, Heads
 from preheat.backends.cpu.paged_attention import PagedAttention, by_rows, max_keys, widest_tile
 from preheat.backends.cpu.tiles import SPLIT, Rows, plan_tiles

@@ -15,29 +15,23 @@ from typing import TYPE_CHECKING, cast
 import torch
 from torch import Tensor
 
-from preheat.backends.base import (
+from preheat.backends.base.adapters import AdapterOps
+from preheat.backends.base.attention import Attention, AttentionLayer, StepInputs
+from preheat.backends.base.backend import K, R, TuneRequest
+from preheat.backends.base.collective import Sharing
+from preheat.backends.base.device import HostEvent, StepCounter
+from preheat.backends.base.facts import Mode
+from preheat.backends.base.functions import LayerFunctions, LayerParts
+from preheat.backends.base.layers import (
     ALONE,
-    AdapterOps,
-    Attention,
-    AttentionLayer,
     ExpertsLayer,
     ExpertsWeights,
-    HostEvent,
-    K,
     Layer,
     LayerContext,
-    LayerFunctions,
-    LayerParts,
     LayerWeights,
     Linear,
-    Mode,
     Norm,
-    R,
     Region,
-    Sharing,
-    StepCounter,
-    StepInputs,
-    TuneRequest,
 )
 from preheat.backends.calls import Calls
 from preheat.backends.cold import DYNAMO_COUNTERS, Watched

@@ -60,7 +60,7 @@ class SharedMemory:
         return found.view(x.dtype).view(self.world, *x.shape)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """See :class:`preheat.backends.base.Link`."""
+        """See :class:`preheat.backends.base.collective.Link`."""
         if self.world > 1:
             mine = x.view(-1).view(torch.uint8)
             for start in range(0, len(mine), PLACE_BYTES):
@@ -133,7 +133,7 @@ class Sockets:
         return found.view(x.dtype).view(self.world, *x.shape)
 
     def broadcast(self, x: Tensor, source: int) -> Tensor:
-        """See :class:`preheat.backends.base.Link`."""
+        """See :class:`preheat.backends.base.collective.Link`."""
         data = x.view(-1).view(torch.uint8)
         if self.rank == source:
             self._move(dict.fromkeys(self._peers, data), {})

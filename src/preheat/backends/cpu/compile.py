@@ -18,7 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Mode, Region
+from preheat.backends.base.facts import Mode
+from preheat.backends.base.layers import Region
 from preheat.errors import SettingsError
 
 

@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends.base import ExpertsWeights, LayerContext
+from preheat.backends.base.layers import ExpertsWeights, LayerContext
 from preheat.backends.cpu.linear import REFERENCES, packed_linear, proven_size
 from preheat.backends.cpu.lowrank import Shrunk, SlotTable, expand, shrink
 from preheat.backends.cpu.products import products_of
@@ -127,12 +127,12 @@ class ExpertsLayer:
         return found
 
     def weights(self) -> Iterator[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         yield from (each for layer in (self._gate_up, self._down) for one in layer for each in one.weights())
         yield from (each for each in (self._correction, self._factors) if each is not None)
 
     def state(self) -> Iterable[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         return () if self.slots is None else self.slots.tensors()
 
 

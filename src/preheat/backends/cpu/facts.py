@@ -6,7 +6,7 @@ import os
 import shutil
 from importlib.util import find_spec
 
-from preheat.backends.base import (
+from preheat.backends.base.facts import (
     DEQUANTIZED,
     NO_BRIDGE,
     NO_LAZY_BRIDGE,

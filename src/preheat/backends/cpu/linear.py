@@ -55,7 +55,7 @@ class Product:
         return self._function(x, *self.operands)
 
     def weights(self) -> Iterator[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         for each in self.operands:
             yield from each if isinstance(each, list) else (each,) if isinstance(each, Tensor) else ()
 

@@ -18,7 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends.base import AdapterStep, LayerContext
+from preheat.backends.base.adapters import AdapterStep
+from preheat.backends.base.layers import LayerContext
 from preheat.errors import NotInvariant
 from preheat.ops.matmul import LowRankPair, add_delta, pair_dtype, tree_sum
 from preheat.ops.proof import noise, signed_pairs
@@ -63,7 +64,7 @@ class Packed(NamedTuple):
 
 
 class CpuAdapterRows:
-    """The adapter of each row of a step, see :class:`preheat.backends.base.AdapterRows`."""
+    """The adapter of each row of a step, see :class:`preheat.backends.base.adapters.AdapterRows`."""
 
     def __init__(self) -> None:
         self._described: dict[AdapterStep, list[Group]] = {}
@@ -86,7 +87,7 @@ class CpuAdapterRows:
 
 
 class CpuAdapters:
-    """See :class:`preheat.backends.base.AdapterOps`."""
+    """See :class:`preheat.backends.base.adapters.AdapterOps`."""
 
     def rows(self, tokens: int, slots: int) -> CpuAdapterRows:
         return CpuAdapterRows()
@@ -156,7 +157,7 @@ class SlotTable:
 
 
 class Embedding:
-    """See :class:`preheat.backends.base.Embedding`."""
+    """See :class:`preheat.backends.base.layers.Embedding`."""
 
     def __init__(self, value: Matmul, rows: CpuAdapterRows) -> None:
         self._factors = TokenFactors(value.inputs, value.outputs, value.terms[0].slots, value.terms[0].rank)
@@ -178,7 +179,7 @@ class Embedding:
         return ()
 
     def state(self) -> Iterable[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         return self.slots.tensors()
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from preheat.backends.base import Collective
+from preheat.backends.base.collective import Collective
 from preheat.backends.cpu.linear import Product, packed_product
 from preheat.backends.cpu.quantized import ScaledSums, coded_product
 from preheat.backends.layer import Splits, Tiles

@@ -13,7 +13,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Collective
+from preheat.backends.base.collective import Collective
 from preheat.backends.cpu.linear import Product
 from preheat.ops.kinds import ActivationScales
 from preheat.ops.opaque import opaque
@@ -68,7 +68,7 @@ class ScaledSums:
         return activation_scales(x, self._kind, self._static)
 
     def weights(self) -> Iterator[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         for parts, scales in self._splits:
             yield from (*parts, scales)
         yield from () if self._static is None else (self._static,)

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import SampledRows
+from preheat.backends.base.sampling import SampledRows
 from preheat.core import Level, TokenLogprobs, marked, unmarked
 from preheat.ops.logprobs import prompt_entries, token_logprobs
 from preheat.ops.order import BestIds, best_ids, finite_rows

@@ -16,16 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from torch import Tensor
 
-from preheat.backends.base import (
-    HOST_COPIES,
-    Attend,
-    AttentionLayer,
-    AttentionWork,
-    Backend,
-    BlockTables,
-    StepInputs,
-    StepRows,
-)
+from preheat.backends.base.attention import Attend, AttentionLayer, AttentionWork, BlockTables, StepInputs, StepRows
+from preheat.backends.base.backend import Backend
+from preheat.backends.base.device import HOST_COPIES
 from preheat.backends.cuda.attention_shape import Shape
 from preheat.backends.cuda.block_table import DeviceTable
 from preheat.backends.cuda.latent_attention import DECODE, PROMPT, VERIFY, latent_attention

@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 import torch
 
-from preheat.backends.base import AttentionLayer
+from preheat.backends.base.attention import AttentionLayer
 from preheat.backends.cuda.latent_attention import TOKENS, query_tokens
 from preheat.backends.cuda.paged_attention import prefill_config, query_tile, verify_queries
 

@@ -16,25 +16,14 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from preheat.backends import base
-from preheat.backends.base import (
-    ALONE,
-    AdapterOps,
-    Attention,
-    AttentionLayer,
-    DeviceEvent,
-    ExpertsWeights,
-    K,
-    LayerContext,
-    LayerWeights,
-    Mode,
-    R,
-    Region,
-    Sharing,
-    StepCounter,
-    StepInputs,
-    TuneRequest,
-)
+from preheat.backends.base import layers as base
+from preheat.backends.base.adapters import AdapterOps
+from preheat.backends.base.attention import Attention, AttentionLayer, StepInputs
+from preheat.backends.base.backend import K, R, TuneRequest
+from preheat.backends.base.collective import Sharing
+from preheat.backends.base.device import DeviceEvent, StepCounter
+from preheat.backends.base.facts import Mode
+from preheat.backends.base.layers import ALONE, ExpertsWeights, LayerContext, LayerWeights, Region
 from preheat.backends.cold import DYNAMO_COUNTERS, Watched
 from preheat.backends.cuda.attention import CudaAttention
 from preheat.backends.cuda.card import experience, text

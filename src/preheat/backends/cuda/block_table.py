@@ -9,7 +9,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from preheat.backends.base import Backend, BlockTables
+from preheat.backends.base.attention import BlockTables
+from preheat.backends.base.backend import Backend
 
 ALIGNED = 4
 """Columns are a multiple of this: the table of each group then begins at 16 bytes, and kernels compile once."""

@@ -109,7 +109,7 @@ class RankSums:
     rank, world = 0, 1
 
     def gather(self, x: Tensor) -> Tensor:
-        """See :class:`preheat.backends.base.Collective`."""
+        """See :class:`preheat.backends.base.collective.Collective`."""
         return x.unsqueeze(0)
 
     def sum(self, mine: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
@@ -121,10 +121,10 @@ class RankSums:
         return None
 
     def abort(self) -> None:
-        """See :class:`preheat.backends.base.Collective`."""
+        """See :class:`preheat.backends.base.collective.Collective`."""
 
     def fault(self) -> str | None:
-        """See :class:`preheat.backends.base.Collective`."""
+        """See :class:`preheat.backends.base.collective.Collective`."""
         return None
 
 

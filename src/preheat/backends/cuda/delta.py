@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import HOST_COPIES, Backend, StepInputs, StepRows
+from preheat.backends.base.attention import StepInputs, StepRows
+from preheat.backends.base.backend import Backend
+from preheat.backends.base.device import HOST_COPIES
 from preheat.backends.cuda import delta_kernels as kernels
 from preheat.backends.cuda.launch import options
 from preheat.core import StepStates
@@ -84,7 +86,7 @@ class Table:
 
 
 class CudaRecurrences:
-    """The recurrences of all layers, see :class:`preheat.backends.base.Recurrences`."""
+    """The recurrences of all layers, see :class:`preheat.backends.base.attention.Recurrences`."""
 
     def __init__(self, limits: Limits, backend: Backend) -> None:
         self._table, self._device = Table.of(limits), backend.device

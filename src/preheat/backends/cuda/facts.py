@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from preheat.backends.base import NO_BRIDGE, NO_LAZY_BRIDGE, NO_LLVM, Facts, Machine, Modes, QuantizedKernel
+from preheat.backends.base.facts import NO_BRIDGE, NO_LAZY_BRIDGE, NO_LLVM, Facts, Machine, Modes, QuantizedKernel
 
 FACTS = Facts(
     name="cuda",

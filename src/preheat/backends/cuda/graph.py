@@ -8,7 +8,7 @@ from typing import Any, Generic
 
 import torch
 
-from preheat.backends.base import K, R
+from preheat.backends.base.backend import K, R
 from preheat.utils.gc import paused
 
 Pool = Any

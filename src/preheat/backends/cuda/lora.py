@@ -15,7 +15,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preheat.backends.base import Collective
+from preheat.backends.base.collective import Collective
 from preheat.backends.cuda import pinned
 from preheat.backends.cuda.collective import RankSums, root_of
 from preheat.backends.cuda.launch import begin, options
@@ -102,7 +102,7 @@ def add_roots(parts: Tensor, to: Expansion, scales: Tensor) -> None:
 
 
 class CudaAdapters:
-    """See :class:`preheat.backends.base.AdapterOps`."""
+    """See :class:`preheat.backends.base.adapters.AdapterOps`."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device

@@ -11,7 +11,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from preheat.backends.base import HOST_COPIES, AdapterStep
+from preheat.backends.base.adapters import AdapterStep
+from preheat.backends.base.device import HOST_COPIES
 
 BLOCK = 16
 """Rows of a block, all of one adapter: as many as the matrix unit multiplies at once."""
@@ -129,7 +130,7 @@ def write_stretches(words: np.ndarray, tokens: int, adapter_slots: np.ndarray, m
 
 
 class CudaAdapterRows:
-    """The adapter of each row of a step, see :class:`preheat.backends.base.AdapterRows`."""
+    """The adapter of each row of a step, see :class:`preheat.backends.base.adapters.AdapterRows`."""
 
     def __init__(self, tokens: int, adapter_slots: int, device: torch.device) -> None:
         sizes = (BLOCK, LONG_BLOCK) if tokens >= MANY_ROWS else (BLOCK,)

@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from preheat.backends.base import ALONE, ExpertsWeights, LayerContext
+from preheat.backends.base.layers import ALONE, ExpertsWeights, LayerContext
 from preheat.backends.cuda.activation import activate, silu_and_mul
 from preheat.backends.cuda.collective import RankSums, add_ranks
 from preheat.backends.cuda.linear_hopper import wide
@@ -154,14 +154,14 @@ class ExpertsLayer:
             self.slots = RoutedFactors(Factors.of(value.gate_up, device), Factors.of(value.down, device))
 
     def weights(self) -> Iterator[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         for weight in (*self._gate_up, *self._down):
             yield from weight.tensors
         yield from () if self._biased is None else self._biased[:2]
         yield from (each for each in self._scales if each is not None)
 
     def state(self) -> tuple[Tensor, ...]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         counts = self._counts, *self._spare
         return counts if self.slots is None else (*counts, *self.slots.matrices)
 

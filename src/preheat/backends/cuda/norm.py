@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preheat.backends.base import FusedInput, Norm
+from preheat.backends.base.layers import FusedInput, Norm
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.quantize import empty_codes, store_codes
 from preheat.ops.kinds import ActivationScales, NormKind

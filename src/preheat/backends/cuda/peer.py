@@ -124,7 +124,7 @@ class Peers(RankSums):
         return out
 
     def fault(self) -> str | None:
-        """See :class:`preheat.backends.base.Collective`."""
+        """See :class:`preheat.backends.base.collective.Collective`."""
         silent = int(self._silent)
         if not silent or self._ended:
             return None

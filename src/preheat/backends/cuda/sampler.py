@@ -13,7 +13,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import HOST_COPIES, Backend, SampledRows
+from preheat.backends.base.backend import Backend
+from preheat.backends.base.device import HOST_COPIES
+from preheat.backends.base.sampling import SampledRows
 from preheat.backends.cuda.sample import FINITE, MAX_VOCAB, sampling
 from preheat.backends.cuda.sample_best import peaks, pick
 from preheat.backends.cuda.sample_draw import settle, weigh

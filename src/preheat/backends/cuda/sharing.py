@@ -12,7 +12,7 @@ from preheat.backends.rendezvous import OneNode, Rendezvous
 
 
 class CudaSharing:
-    """See :class:`preheat.backends.base.Sharing`; for a rank on the GPU ``device``."""
+    """See :class:`preheat.backends.base.collective.Sharing`; for a rank on the GPU ``device``."""
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.by_nccl = device, False

@@ -38,7 +38,7 @@ def own_stream(owner: object, device: torch.device) -> torch.cuda.Stream:
 
 
 class CudaEvent:
-    """See :class:`preheat.backends.base.DeviceEvent`; it is recorded on the current stream."""
+    """See :class:`preheat.backends.base.device.DeviceEvent`; it is recorded on the current stream."""
 
     def __init__(self) -> None:
         self._event = torch.cuda.Event()

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from preheat.backends.base import TuneRequest
+from preheat.backends.base.backend import TuneRequest
 from preheat.backends.cuda.hopper import is_hopper
 from preheat.backends.cuda.matmul.config import (
     ExpertsConfig,
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 
 def tune_layers(request: TuneRequest, device: torch.device) -> str:
-    """Measure, write the table and return a summary, see :meth:`preheat.backends.base.Backend.tune`."""
+    """Measure, write the table and return a summary, see :meth:`preheat.backends.base.backend.Backend.tune`."""
     name = torch.cuda.get_device_name(device)
     path = _path(request, name)
     share = request.seconds / (len(request.layers) + 1 + len(set(request.experts)))

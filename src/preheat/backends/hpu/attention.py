@@ -31,7 +31,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import Attend, AttentionLayer, AttentionWork, BlockTables, StepInputs, StepRows
+from preheat.backends.base.attention import Attend, AttentionLayer, AttentionWork, BlockTables, StepInputs, StepRows
 from preheat.backends.hpu.bridge import Bridge
 from preheat.limits import Limits
 from preheat.ops.finite import finite_values

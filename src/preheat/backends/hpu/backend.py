@@ -15,27 +15,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from preheat.backends.base import (
-    ALONE,
-    AdapterOps,
-    Attention,
-    AttentionLayer,
-    ExpertsWeights,
-    GraphDriver,
-    HostEvent,
-    K,
-    LayerContext,
-    LayerWeights,
-    Linear,
-    Mode,
-    R,
-    Region,
-    Sharing,
-    StepCounter,
-    StepInputs,
-    TuneRequest,
-)
-from preheat.backends.base import ExpertsLayer as AnyExperts
+from preheat.backends.base.adapters import AdapterOps
+from preheat.backends.base.attention import Attention, AttentionLayer, StepInputs
+from preheat.backends.base.backend import K, R, TuneRequest
+from preheat.backends.base.collective import Sharing
+from preheat.backends.base.device import GraphDriver, HostEvent, StepCounter
+from preheat.backends.base.facts import Mode
+from preheat.backends.base.layers import ALONE, ExpertsWeights, LayerContext, LayerWeights, Linear, Region
+from preheat.backends.base.layers import ExpertsLayer as AnyExperts
 from preheat.backends.calls import Calls
 from preheat.backends.cold import Watched
 from preheat.backends.hpu.attention import HpuAttention

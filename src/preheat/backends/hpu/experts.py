@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from preheat.backends.base import ExpertsWeights, LayerContext
+from preheat.backends.base.layers import ExpertsWeights, LayerContext
 from preheat.backends.hpu.linear import SizedProduct, Sizes, products_of
 from preheat.backends.layer import all_ranks
 from preheat.ops.matmul import finished, tree_sum
@@ -53,12 +53,12 @@ class ExpertsLayer:
         return all_ranks(tree_sum(sums), self._ranks).to(x.dtype) if self._order.is_split else sums[0]
 
     def weights(self) -> Iterator[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         for gate_up, _ in self._gate_up:
             yield from gate_up.weights()
         for down in self._down:
             yield from down.weights()
 
     def state(self) -> tuple[Tensor, ...]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         return ()

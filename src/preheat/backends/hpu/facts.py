@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from preheat.backends.base import DEQUANTIZED, NO_LLVM, NO_PEERS, Facts, Machine, Modes
+from preheat.backends.base.facts import DEQUANTIZED, NO_LLVM, NO_PEERS, Facts, Machine, Modes
 
 FACTS = Facts(
     name="hpu",

@@ -7,7 +7,7 @@ from typing import Any, Generic, Protocol
 
 import torch
 
-from preheat.backends.base import K, R
+from preheat.backends.base.backend import K, R
 from preheat.backends.hpu.bridge import Bridge
 
 

@@ -147,7 +147,7 @@ class SizedProduct:
         self._sizes.select_kernels(self.shape, rows)
 
     def weights(self) -> Iterator[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         yield self._weight
         yield from () if self._bias is None else (self._bias,)
 

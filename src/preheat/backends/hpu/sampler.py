@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.base import SampledRows
+from preheat.backends.base.sampling import SampledRows
 from preheat.backends.hpu.bridge import Bridge
 from preheat.core import Level, TokenLogprobs, marked, unmarked
 from preheat.ops.logprobs import prompt_entries, token_logprobs

@@ -12,7 +12,7 @@ from collections.abc import Callable
 import torch.distributed as dist
 from torch import Tensor
 
-from preheat.backends.base import Collective
+from preheat.backends.base.collective import Collective
 from preheat.backends.hpu.bridge import Bridge
 from preheat.backends.process_group import join_group
 from preheat.backends.rendezvous import Rendezvous
@@ -20,7 +20,10 @@ from preheat.errors import SettingsError
 
 
 class HpuSharing:
-    """See :class:`preheat.backends.base.Sharing`; ``bridge`` returns the bridge once the backend is prepared."""
+    """See :class:`preheat.backends.base.collective.Sharing`.
+
+    ``bridge`` returns the bridge once the backend is prepared.
+    """
 
     def __init__(self, bridge: Callable[[], Bridge]) -> None:
         self._bridge = bridge

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from preheat.backends.base import AdapterStep
+from preheat.backends.base.adapters import AdapterStep
 from preheat.backends.cpu.llvm.kinds import PANEL, TERMS, Product, Terms
 from preheat.backends.cpu.llvm.memory import vector, zeros
 from preheat.backends.cpu.lowrank import CpuAdapterRows
@@ -53,7 +53,7 @@ class PanelAdapterRows(CpuAdapterRows):
 
 
 class PanelAdapters:
-    """See :class:`preheat.backends.base.AdapterOps`."""
+    """See :class:`preheat.backends.base.adapters.AdapterOps`."""
 
     def rows(self, tokens: int, slots: int) -> PanelAdapterRows:
         return PanelAdapterRows(tokens)
@@ -105,7 +105,7 @@ class PanelSlots:
         return self._a.nbytes + self._b.nbytes
 
     def pack(self, parts: Mapping[int, LowRankPair]) -> Packed:
-        """See :class:`preheat.backends.base.AdapterSlots`; matrix m has the parts from m * parts on."""
+        """See :class:`preheat.backends.base.adapters.AdapterSlots`; matrix m has the parts from m * parts on."""
         count = self._matrices * self.parts
         return [self._packed(parts[part]) if part in parts else None for part in range(count)]
 
@@ -145,7 +145,7 @@ class ExpertSlots:
         return self.gate_up.bytes + self.down.bytes
 
     def pack(self, parts: Mapping[int, LowRankPair]) -> tuple[Packed, Packed]:
-        """See :class:`preheat.backends.base.AdapterSlots`."""
+        """See :class:`preheat.backends.base.adapters.AdapterSlots`."""
         gated = {2 * (part // 3) + part % 3: each for part, each in parts.items() if part % 3 < 2}
         down = {part // 3: each for part, each in parts.items() if part % 3 == 2}
         return self.gate_up.pack(gated), self.down.pack(down)

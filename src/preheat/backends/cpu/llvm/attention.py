@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 from torch import Tensor
 
-from preheat.backends.base import Attend, AttentionWork, BlockTables, StepInputs, StepRows
+from preheat.backends.base.attention import Attend, AttentionWork, BlockTables, StepInputs, StepRows
 
 ALWAYS = 1 << 30
 """Steps for which work holds: addresses of rows stay, whatever blocks are added to them."""

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 import torch
 from torch import Tensor
 
-from preheat.backends.base import ALONE, ExpertsWeights, LayerContext, LayerWeights
+from preheat.backends.base.layers import ALONE, ExpertsWeights, LayerContext, LayerWeights
 from preheat.backends.cpu.llvm.adapters import ExpertSlots, PanelSlots, terms_of
 from preheat.backends.cpu.llvm.kinds import IN_WORD, Product, Scales, Stored
 from preheat.backends.cpu.llvm.memory import exact, panels, rows_in, stored, stored_vector, vector
@@ -97,20 +97,20 @@ class PanelLayer:
         return found if out is None else out.copy_(found)
 
     def weights(self) -> Iterator[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         yield self.panels
         yield from () if self.bias is None else (self.bias,)
 
     def state(self) -> Iterable[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         return () if self.slots is None else self.slots.tensors()
 
     def stored(self) -> tuple[Tensor, Tensor | None]:
-        """See :class:`preheat.backends.base.Layer`."""
+        """See :class:`preheat.backends.base.layers.Layer`."""
         return stored(self.how, self.panels), None if self.bias is None else stored_vector(self.how, self.bias)
 
     def table(self) -> Tensor | None:
-        """See :class:`preheat.backends.base.TableLayer`."""
+        """See :class:`preheat.backends.base.layers.TableLayer`."""
         if self.how.scales is not None or self.how.gated or self.panels.nbytes < SMALL_TABLE:
             return None
         return rows_in(self.how, self.panels)
@@ -152,11 +152,11 @@ class PanelExperts:
         raise AssertionError("compiled layers run their experts themselves")
 
     def weights(self) -> Iterator[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         yield from (*self.panels, *self.biases)
 
     def state(self) -> Iterable[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         return () if self.slots is None else self.slots.tensors()
 
     def fields(self) -> Iterator[tuple[str, int]]:

@@ -14,7 +14,8 @@ import torch
 from llvmlite import ir
 from torch import Tensor
 
-from preheat.backends.base import LayerParts, Linear, Norm
+from preheat.backends.base.functions import LayerParts
+from preheat.backends.base.layers import Linear, Norm
 from preheat.backends.cpu.llvm import functions, job, sampler, targets
 from preheat.backends.cpu.llvm.adapters import PanelAdapterRows
 from preheat.backends.cpu.llvm.attend import queries_at_once, tokens_at_once
@@ -145,7 +146,7 @@ class Functions:
         return TableRows(self.code)
 
     def build(self, function: str, layer: int | None = None) -> str:
-        """See :class:`preheat.backends.base.LayerFunctions`."""
+        """See :class:`preheat.backends.base.functions.LayerFunctions`."""
         if layer is not None:
             function = self._names[layer][("front", "back").index(function)]
         for name in {"embed": EMBEDS, "alone": self._alone_names}.get(function, (function,)):
@@ -217,7 +218,7 @@ class Functions:
         return frame
 
     def tables(self) -> list[Tensor]:
-        """See :class:`preheat.backends.base.LayerFunctions`."""
+        """See :class:`preheat.backends.base.functions.LayerFunctions`."""
         return self._kept
 
     def _keep(self, tensor: Tensor) -> int:
@@ -274,7 +275,7 @@ class Functions:
         return attended if ends else residual
 
     def start(self, residual: Tensor, index: Tensor, head: Linear, logits: Tensor) -> Tensor | None:
-        """See :class:`preheat.backends.base.LayerFunctions`."""
+        """See :class:`preheat.backends.base.functions.LayerFunctions`."""
         if (found := self._heads.get(head)) is None or self._adapters.adapted:
             return None
         team, whole = self.team, self._whole
@@ -288,7 +289,7 @@ class Functions:
         return self._of_attended(residual.shape[0])
 
     def wait(self) -> None:
-        """See :class:`preheat.backends.base.LayerFunctions`."""
+        """See :class:`preheat.backends.base.functions.LayerFunctions`."""
         self.team.join()
 
     def finish(self, attended: Tensor, residual: Tensor) -> Tensor:

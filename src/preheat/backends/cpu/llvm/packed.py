@@ -22,9 +22,9 @@ class PackedNorm:
         self.numbers = torch.cat([norm.factors, *(() if norm.bias is None else (norm.bias,))], dim=-1)
 
     def __call__(self, x: Tensor) -> Tensor:
-        """See :class:`preheat.backends.base.Norm`."""
+        """See :class:`preheat.backends.base.layers.Norm`."""
         return self.norm(x)
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        """See :class:`preheat.backends.base.Norm`."""
+        """See :class:`preheat.backends.base.layers.Norm`."""
         return self.norm.add(x, residual)

@@ -18,7 +18,7 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from preheat.backends.base import ALONE, FusedInput, LayerContext, LayerWeights, Norm
+from preheat.backends.base.layers import ALONE, FusedInput, LayerContext, LayerWeights, Norm
 from preheat.backends.cuda.activation import activate, clip, scaled
 from preheat.backends.cuda.collective import RankSums, add_ranks
 from preheat.backends.cuda.hopper import is_hopper
@@ -91,17 +91,17 @@ class Layer:
         return self.shape._replace(gated=False)
 
     def weights(self) -> Iterator[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         yield from self._weight.tensors
         if self._bias is not None:
             yield self._bias
 
     def state(self) -> tuple[Tensor, ...]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         return () if self.slots is None else self.slots.matrices
 
     def stored(self) -> tuple[Tensor, Tensor | None]:
-        """See :class:`preheat.backends.base.Layer`."""
+        """See :class:`preheat.backends.base.layers.Layer`."""
         return stored_among(self.value, self.weights())
 
     @property
@@ -186,7 +186,7 @@ class Layer:
         return expand(y, to, slots.bounds)
 
     def join(self, x: Tensor, norm: Norm, residual: Tensor, how: FusedInput | None) -> Tensor | None:
-        """See :data:`preheat.backends.base.Join`; only for a layer of several ranks without rows of adapters."""
+        """See :data:`preheat.backends.base.layers.Join`; only for a layer of several ranks without rows of adapters."""
         peers = self._ranks.joining(*residual.shape) if self._split else None
         plain = self._activation is None and self._limit is None and self._factor is None
         if peers is None or not plain or (self.slots is not None and self._rows.blocks_for(len(x)) is not None):
@@ -209,7 +209,7 @@ class Layer:
 
 
 class Embedding:
-    """The term of a table of embeddings, see :class:`preheat.backends.base.Embedding`.
+    """The term of a table of embeddings, see :class:`preheat.backends.base.layers.Embedding`.
 
     A token shrinks to a column of the first matrix.
     """
@@ -218,15 +218,15 @@ class Embedding:
         self.slots, self._rows = Factors.of(value, device), cast(CudaAdapterRows, context.rows)
 
     def weights(self) -> Iterator[Tensor]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         return iter(())
 
     def state(self) -> tuple[Tensor, ...]:
-        """See :class:`preheat.backends.base.HasWeights`."""
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
         return self.slots.matrices
 
     def add(self, tokens: Tensor, slots: Tensor, last_token: Tensor, out: Tensor) -> None:
-        """See :class:`preheat.backends.base.Embedding`."""
+        """See :class:`preheat.backends.base.layers.Embedding`."""
         blocks = self._rows.blocks
         if blocks is not None:
             expand(out, self.slots.gather(tokens, slots, last_token, blocks), self.slots.bounds, chosen=True)
