@@ -34,7 +34,7 @@ def nothing(*args: Any, **more: Any) -> None:
 
 
 class ToyAttention:
-    """paged.Attention where each token looks up the blocks of its sequence."""
+    """Attention where each token looks up the blocks of its sequence."""
 
     def __init__(self, layers: Sequence[paged.AttentionLayer]) -> None:
         self.layers, self.tables = layers, dict[int, np.ndarray]()
