@@ -34,7 +34,7 @@ import os
 from preheat.core import Ready
 from preheat.settings import Settings
 from preheat.plan import plan
-from preheat.plan.items import SamplerItem
+from preheat.plan.step_items import SamplerItem
 from preheat.startup import boot_engine
 from preheat.verify.prompts import Size, make_prompts
 from preheat.verify.verification import Verification

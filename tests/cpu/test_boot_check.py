@@ -15,7 +15,7 @@ from preheat.backends.cpu.backend import CpuBackend
 from preheat.core import Ready
 from preheat.errors import NotInvariant, PreheatError, SettingsError
 from preheat.plan import plan
-from preheat.plan.items import SamplerItem
+from preheat.plan.step_items import SamplerItem
 from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.transport import InlineTransport

@@ -10,7 +10,7 @@ import pytest
 
 from preheat.core import Request, SamplingParams
 from preheat.execution.executor import Executor
-from preheat.plan.items import NothingToRun
+from preheat.plan.item import NothingToRun
 from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.transport import InlineTransport

@@ -13,7 +13,8 @@ from preheat import LLM
 from preheat.core import Swaps
 from preheat.execution.executor import Executor
 from preheat.execution.kv_cache import KVCache
-from preheat.plan.items import SWAP_SIZES, Item, SwapItem
+from preheat.plan.cache_items import SWAP_SIZES, SwapItem
+from preheat.plan.item import Item
 from preheat.schedule.defrag import pad_pairs
 from preheat.warmup.dummy_steps import DummySteps
 from preheat.warmup.run import WarmUp

@@ -26,7 +26,7 @@ from preheat.frontend import image_processes
 from preheat.frontend.image_processes import make_work
 from preheat.model import grid_vision
 from preheat.model.families import read_spec
-from preheat.plan.items import EncoderItem
+from preheat.plan.step_items import EncoderItem
 from preheat.schedule import slots
 from preheat.settings import Settings
 from preheat.startup import boot_engine

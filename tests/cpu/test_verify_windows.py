@@ -9,7 +9,7 @@ import pytest
 from preheat.backends.cpu import attention, decode_attention
 from preheat.cache_groups import CacheGroup
 from preheat.errors import CheckFailed
-from preheat.plan.items import NothingToRun
+from preheat.plan.item import NothingToRun
 from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.verify.drive import Engine

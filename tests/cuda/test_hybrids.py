@@ -18,7 +18,7 @@ from preheat.core import StepStates
 from preheat.errors import NotInvariant
 from preheat.ops.delta import delta_rule
 from preheat.ops.values import Recurrence
-from preheat.plan.items import ForwardItem
+from preheat.plan.step_items import ForwardItem
 from preheat.verify.boot import BootCheck
 from preheat.verify.check_runner import CheckRunner
 from preheat.warmup.record import Record

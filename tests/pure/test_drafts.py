@@ -16,9 +16,10 @@ from preheat.execution.step_size import step_size_of
 from preheat.limits import Limits
 from preheat.metrics import Metrics
 from preheat.plan.buckets import Bucket
-from preheat.plan.items import DraftItem, ForwardItem, PaceItem
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
+from preheat.plan.repeat_items import PaceItem
+from preheat.plan.step_items import DraftItem, ForwardItem
 from preheat.plan.step_times import StepTimes
 from preheat.schedule.draft_length import PATIENCE, SOONEST, TRIALS, MeasuredLength
 from preheat.schedule.ngram import NgramProposer

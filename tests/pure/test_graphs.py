@@ -16,9 +16,9 @@ from preheat.limits import Limits
 from preheat.plan.buckets import Bucket
 from preheat.plan.budget import MemorySplit, split_memory
 from preheat.plan.cost import Costs, ModelSizes
-from preheat.plan.items import SamplerItem
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
+from preheat.plan.step_items import SamplerItem
 from preheat.settings import Settings
 from preheat.warmup.graphs import (
     CountedGraphs,

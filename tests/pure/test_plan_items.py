@@ -11,13 +11,15 @@ from preheat.core import CALLERS_FIELDS, Level, SamplingParams
 from preheat.limits import Limits
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket, StepSize, padded_work
+from preheat.plan.cache_items import SwapItem
 from preheat.plan.cost import Cost, Costs, ModelSizes
-from preheat.plan.items import Item, SamplerItem, SwapItem
+from preheat.plan.item import Item
 from preheat.plan.modes import with_defaults
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import KINDS, make_plan
 from preheat.plan.programs import Program
 from preheat.plan.sampler_settings import BRANCH_SETTINGS, GAUDI_SETTINGS, NOT_SAMPLED, SAMPLER_SETTINGS
+from preheat.plan.step_items import SamplerItem
 from preheat.settings import Settings
 from preheat.warmup.record import Record
 from tests.specs import llama

@@ -14,11 +14,11 @@ from preheat.limits import Limits
 from preheat.plan.buckets import Bucket, StepSize, padded_work
 from preheat.plan.candidates import candidates
 from preheat.plan.dispatcher import Dispatcher, WarnOnce, build_phase
-from preheat.plan.items import ForwardItem
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
 from preheat.plan.programs import Program
 from preheat.plan.regions import DecodeByBlocks, MixedRegion, PromptRegion
+from preheat.plan.step_items import ForwardItem
 
 STRATEGIES = ("auto", "linear", "exponential", "padding_aware")
 

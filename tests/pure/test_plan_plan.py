@@ -11,8 +11,8 @@ from preheat.errors import SettingsError
 from preheat.limits import Limits, resolve_limits
 from preheat.plan import commands
 from preheat.plan.buckets import Bucket, StepSize
+from preheat.plan.cache_items import SwapItem
 from preheat.plan.cost import Costs, ModelSizes
-from preheat.plan.items import SwapItem
 from preheat.plan.modes import step_limits, with_defaults
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan

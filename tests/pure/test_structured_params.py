@@ -13,7 +13,7 @@ from preheat.grammar.json_rules import ROOT
 from preheat.grammar.json_source import json_rules
 from preheat.grammar.nodes import NOTHING, Alt, Node, Quoted, Ref, Repeat, Rules, Seq, Token, alt, repeat, seq
 from preheat.grammar.quote import quoted
-from preheat.plan.items import GrammarItem
+from preheat.plan.build_items import GrammarItem
 from preheat.schedule.sequence import Sequence
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings

@@ -140,7 +140,7 @@ def digest(cell: Cell, folder: Path) -> str:
     from preheat.errors import PreheatError
     from preheat.model import sources
     from preheat.plan import plan
-    from preheat.plan.items import CheckItem
+    from preheat.plan.repeat_items import CheckItem
     from preheat.settings import Settings
     from preheat.startup import boot_engine
     from preheat.transport import InlineTransport
@@ -173,7 +173,7 @@ def first_program() -> type:
 
     A plan needs some, and the checks run the programs they need.
     """
-    from preheat.plan.items import ForwardItem
+    from preheat.plan.step_items import ForwardItem
 
     class First(ForwardItem):
         @classmethod

@@ -30,8 +30,8 @@ from preheat.model.loader import LoadedModel
 from preheat.model.turns import AXES
 from preheat.model.vision import VisionTower, VisionWeights
 from preheat.model.vision_specs import VisionSpec
-from preheat.plan.items import EncoderItem, ForwardItem
 from preheat.plan.plan import Plan
+from preheat.plan.step_items import EncoderItem, ForwardItem
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
 

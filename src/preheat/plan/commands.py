@@ -15,12 +15,14 @@ from preheat.plan.bucket_sizes import PAD_PERCENT, STRATEGIES, bucket_sizes
 from preheat.plan.cost import Costs, ModelSizes, SpecLike
 from preheat.plan.functions import functions_of
 from preheat.plan.groups import Grouping, choose
-from preheat.plan.items import DraftItem, ForwardItem, Item, PaceItem, SamplerItem
+from preheat.plan.item import Item
 from preheat.plan.lines import format_bytes
 from preheat.plan.modes import resolve, with_defaults
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
+from preheat.plan.repeat_items import PaceItem
 from preheat.plan.sampler_settings import LEVEL_SETTINGS
+from preheat.plan.step_items import DraftItem, ForwardItem, SamplerItem
 from preheat.settings import Settings
 from preheat.utils.encoders import SPARE
 

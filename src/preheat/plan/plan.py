@@ -18,30 +18,18 @@ from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.plan.bucket_sizes import bucket_sizes
 from preheat.plan.buckets import Bucket, StepSize
+from preheat.plan.build_items import FunctionItem, GrammarItem
+from preheat.plan.cache_items import SwapItem, TransferItem
 from preheat.plan.candidates import Candidates, candidates, coarser
 from preheat.plan.cost import Costs
 from preheat.plan.dispatcher import Dispatcher, OnMiss, build_phase
-from preheat.plan.items import (
-    AdapterItem,
-    CheckItem,
-    DeterminismItem,
-    DraftItem,
-    Dropped,
-    EncoderItem,
-    ForwardItem,
-    FunctionItem,
-    GrammarItem,
-    Item,
-    PaceItem,
-    PoolerItem,
-    SamplerItem,
-    SwapItem,
-    TransferItem,
-)
+from preheat.plan.item import Dropped, Item
 from preheat.plan.options import PlanOptions
 from preheat.plan.padding import Padding, padding_by_phase
 from preheat.plan.policy import Policy, policy_named
 from preheat.plan.programs import Program
+from preheat.plan.repeat_items import CheckItem, DeterminismItem, PaceItem
+from preheat.plan.step_items import AdapterItem, DraftItem, EncoderItem, ForwardItem, PoolerItem, SamplerItem
 from preheat.utils.gc import paused
 
 MAX_PROGRAMS = 2_000

@@ -8,8 +8,8 @@ from functools import cached_property
 import numpy as np
 
 from preheat.plan.buckets import Bucket
-from preheat.plan.items import ForwardItem, SamplerItem
 from preheat.plan.plan import Plan
+from preheat.plan.step_items import ForwardItem, SamplerItem
 
 LEAST = 1e-9
 """Seconds: the least time of a step, so that rates stay finite."""

@@ -11,7 +11,7 @@ import logging
 import numpy as np
 
 from preheat.core import Swaps
-from preheat.plan.items import SWAP_SIZES
+from preheat.plan.cache_items import SWAP_SIZES
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.running import RunningSequences
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from preheat.errors import CheckFailed, MemoryFault, NotInvariant
-from preheat.plan.items import NothingToRun
+from preheat.plan.item import NothingToRun
 from preheat.schedule.scheduler import Scheduler
 from preheat.verify.boot import BootCheck
 from preheat.warmup.cold_monitor import ColdMonitor

@@ -23,7 +23,7 @@ from preheat.backends.base.facts import Facts
 from preheat.errors import CheckFailed, NotInvariant
 from preheat.grammar.service import Grammars
 from preheat.plan.buckets import Bucket
-from preheat.plan.items import NothingToRun
+from preheat.plan.item import NothingToRun
 from preheat.verify import context_paths as paths
 from preheat.verify.adapter_check import AdapterCheck
 from preheat.verify.check_runner import CheckRunner, Row

@@ -20,7 +20,8 @@ from preheat.execution.executor import Executor
 from preheat.execution.input_batch import Packer
 from preheat.execution.mixers import Mixers
 from preheat.plan.buckets import Bucket
-from preheat.plan.items import SWAP_SIZES, NothingToRun
+from preheat.plan.cache_items import SWAP_SIZES
+from preheat.plan.item import NothingToRun
 from preheat.plan.plan import Plan
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.defrag import PAIRS_AT_ONCE

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from preheat.errors import CheckFailed
 from preheat.plan.buckets import Bucket, StepSize
-from preheat.plan.items import NothingToRun
+from preheat.plan.item import NothingToRun
 from preheat.verify.check_runner import CheckRunner, Row
 from preheat.warmup.dummy_batch import rows_of
 

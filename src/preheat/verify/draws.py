@@ -14,7 +14,7 @@ from msgspec.structs import replace
 from preheat.core import OWN_ID, Request, SamplingParams
 from preheat.errors import CheckFailed
 from preheat.execution.logit_stages import sampling_input
-from preheat.plan.items import NothingToRun
+from preheat.plan.item import NothingToRun
 from preheat.verify.check_runner import CheckRunner
 from preheat.verify.rule import drawn
 

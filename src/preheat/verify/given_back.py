@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from preheat.errors import CheckFailed
-from preheat.plan.items import NothingToRun
+from preheat.plan.item import NothingToRun
 from preheat.verify.check_runner import NOT_NUMBERS, ZEROS, CheckRunner, Row
 from preheat.verify.names import READ, given_back_ends
 

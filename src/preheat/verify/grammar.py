@@ -18,7 +18,7 @@ from preheat.errors import CheckFailed
 from preheat.execution.logit_stages import sampling_input
 from preheat.grammar.service import Grammars
 from preheat.grammar.state import State
-from preheat.plan.items import NothingToRun
+from preheat.plan.item import NothingToRun
 from preheat.verify.check_runner import CheckRunner
 
 LEAST, MOST = 2, 12

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from preheat.core import Schedule, StepStates
-from preheat.plan.items import NothingToRun
+from preheat.plan.item import NothingToRun
 from preheat.schedule.blocks import BlockPool
 
 

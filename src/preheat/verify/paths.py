@@ -21,7 +21,7 @@ from preheat.errors import CheckFailed
 from preheat.execution.encoder import Given
 from preheat.frontend.prompt_embeds import PromptEmbeds
 from preheat.ops.embedding import rows_of
-from preheat.plan.items import NothingToRun
+from preheat.plan.item import NothingToRun
 from preheat.verify.beam_path import beam_search
 from preheat.verify.cache_paths import answers_as_prompts, given_up, moved, nearly_equal
 from preheat.verify.check_runner import CheckRunner

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from preheat.errors import CheckFailed
-from preheat.plan.items import NothingToRun
+from preheat.plan.item import NothingToRun
 from preheat.verify.check_runner import ZEROS, CheckRunner
 from preheat.verify.names import BEHIND_WINDOW, READ
 

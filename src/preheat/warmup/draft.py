@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from preheat.core import SamplingParams
 from preheat.plan.buckets import Bucket
-from preheat.plan.items import NothingToRun
+from preheat.plan.item import NothingToRun
 from preheat.plan.programs import Program
 from preheat.warmup.dummy_steps import DummySteps
 

@@ -21,9 +21,10 @@ from preheat.plan import lines
 from preheat.plan.buckets import Bucket, Phase
 from preheat.plan.budget import MemorySplit, PhaseCaptures, capture_graphs, capture_order, graph_shares, split_memory
 from preheat.plan.cost import ModelSizes
-from preheat.plan.items import ForwardItem, Item
+from preheat.plan.item import Item
 from preheat.plan.plan import Plan, largest
 from preheat.plan.programs import Program
+from preheat.plan.step_items import ForwardItem
 from preheat.settings import OPTIONS, Settings
 from preheat.warmup.detail import detail_level
 from preheat.warmup.dummy_steps import DummySteps

@@ -18,10 +18,11 @@ from preheat.core import Level
 from preheat.errors import SettingsError
 from preheat.execution.build import Assembly, Build, build
 from preheat.model.loader import LoadedModel
-from preheat.plan.items import EncoderItem, SwapItem
+from preheat.plan.cache_items import SwapItem
 from preheat.plan.plan import Plan
 from preheat.plan.programs import Program
 from preheat.plan.sampler_settings import SAMPLER_SETTINGS
+from preheat.plan.step_items import EncoderItem
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
 from preheat.warmup.dummy_steps import DummySteps

@@ -11,7 +11,7 @@ from typing import Any, Literal, get_args
 
 import msgspec
 
-from preheat.plan.items import Dropped, Item
+from preheat.plan.item import Dropped, Item
 from preheat.plan.plan import Plan
 
 Outcome = Literal["pending", "ready", "reused", "dropped", "failed"]

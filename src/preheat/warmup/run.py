@@ -23,7 +23,7 @@ from preheat.grammar.service import Grammars
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket
 from preheat.plan.functions import Function
-from preheat.plan.items import Item, NothingToRun, Stage
+from preheat.plan.item import Item, NothingToRun, Stage
 from preheat.plan.plan import Plan
 from preheat.plan.programs import Program
 from preheat.schedule.blocks import PAD_BLOCK
@@ -199,7 +199,7 @@ class WarmUp:
             self._logged = now
             logger.info("%s", lines.progress(done, total, item.name, left))
 
-    # See preheat.plan.items.ItemRunner.
+    # See preheat.plan.item.ItemRunner.
 
     def tell(self, line: str) -> None:
         logger.log(self.level, "%s", line)

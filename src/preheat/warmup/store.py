@@ -27,8 +27,9 @@ from typing import NamedTuple
 import msgspec
 
 from preheat import __version__
-from preheat.plan.items import CheckItem, SwapItem
+from preheat.plan.cache_items import SwapItem
 from preheat.plan.plan import Plan
+from preheat.plan.repeat_items import CheckItem
 from preheat.utils.files import TABLE_BYTES, open_file, read_file, why_unread, write_whole
 from preheat.warmup.record import DONE, ItemRecord, Record
 

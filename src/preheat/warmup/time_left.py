@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Sequence
 
-from preheat.plan.items import Item
+from preheat.plan.item import Item
 
 
 class TimeLeft:
