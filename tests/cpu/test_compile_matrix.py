@@ -4,15 +4,26 @@ import os
 import signal
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
+from preheat.backends.base.layers import LayerWeights
 from preheat.backends.cuda.card import CARDS
+from preheat.backends.cuda.matmul.heads import HeadsLayer
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
+from preheat.backends.heads import EachHead
+from preheat.model.latent import Latent
+from tests import layers
 from tools import compile_matrix, gen_cards_doc
 from tools.compiled.facts import facts, faults, in_child
 from tools.compiled.launches import launches, sample
+from tools.oracles.card import META as DEVICE
+from tools.oracles.card import Seen, watched
 from tools.oracles.card import card as simulated
+from tools.oracles.layers import Card
 
+META = torch.empty(0, dtype=torch.bfloat16, device=DEVICE)
 SMALL, BLACKWELL = CARDS[8, 6], CARDS[10, 0]
 LARGEST = [
     (SMALL, r"^split 1, plain, 40 rows$", "gemm", "mma.sync"),
@@ -31,6 +42,33 @@ def test_the_largest_kernels_compile(card, group, kernel, instruction, monkeypat
         found = facts(launch, card.capability)
     assert faults(card, found, 1024) == []
     assert (found["instructions"], found["waits"]) == ([instruction], card.early_launch)
+
+
+@pytest.mark.parametrize("of", [HeadsLayer, EachHead])
+def test_all_heads_over_latent_vectors_are_one_launch(of):
+    """Control: with a layer for each head, there are more launches for more heads."""
+    made = []
+    with simulated():
+        backend = Card()
+        for heads in (4, 20):
+            sizes = (512, 192), (256, 512), (256 * heads, 768)
+            key, val, q = (layers.value_of(META.new_empty(*size)) for size in sizes)
+            weights = (META.new_empty(heads, each.outputs, each.inputs) for each in (key, val))
+            maps = [
+                HeadsLayer(value, weight, KernelConfigs()) if of is HeadsLayer else EachHead(backend, value, weight)
+                for value, weight in zip((key, val), weights, strict=True)
+            ]
+            norms = [backend.norm(META.new_empty(size), 1e-6) for size in (512, 768)]
+            layer = backend.layer(q, LayerWeights(META.new_empty(q.outputs, q.inputs)))
+            latent = Latent(*maps, heads, 512, 64, norms[0], layer, norms[1])
+            with watched(seen := Seen()):
+                latent.project(META.new_empty(1, 768 + 576))
+                latent.values(META.new_empty(1, heads * 576))
+            made.append([each.split()[0] for each in seen.texts if not each.startswith("new_empty")])
+    if of is EachHead:
+        assert [len(each) for each in made] == [4 * 4 + 4, 4 * 20 + 4]
+    else:
+        assert made[0] == made[1] == ["_inserted_norm", "gemm", "gemm_heads", "_inserted_norm", "gemm_heads"]
 
 
 GOOD = {

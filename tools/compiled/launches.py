@@ -31,6 +31,8 @@ from preheat.backends.cuda.embedding import embed, take_rows
 from preheat.backends.cuda.gate import gated
 from preheat.backends.cuda.lacking import lacking
 from preheat.backends.cuda.latent_rotary import turn_and_write
+from preheat.backends.cuda.matmul.heads import HeadsLayer
+from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.moe_shared import add_shared
 from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
 from preheat.backends.cuda.quantize import quantize_rows, silu_and_quantize
@@ -40,9 +42,9 @@ from preheat.core import Level
 from preheat.limits import Limits
 from preheat.ops.delta import DeltaWeights
 from preheat.ops.float8 import DTYPES
-from preheat.ops.values import Cache, Recurrence
+from preheat.ops.values import Cache, Matmul, Recurrence, WeightFormat
 from tools.oracles.card import META, Launch, Seen, watched
-from tools.oracles.layers import SCHEMES, Card, traces
+from tools.oracles.layers import SCHEMES, Card, name_of, traces
 
 Work = Callable[[], object]
 
@@ -103,7 +105,7 @@ def _all(hardware: Hardware, wanted: Callable[[str], bool]) -> Iterator[tuple[st
         if broken := [event for event in seen.events if isinstance(event, str) and re.match(r"\w*Error: ", event)]:
             raise RuntimeError(f"{where}: {broken[0]}")
         yield from ((where, each) for each in seen.launches)
-    for where, work in (*attention(hardware), *latents(), *rows(hardware), *states(), *sampler()):
+    for where, work in (*attention(hardware), *latents(hardware), *rows(hardware), *states(), *sampler()):
         if wanted(where):
             seen = Seen()
             with watched(seen):
@@ -156,7 +158,7 @@ def _rope(cache: Tensor, dtype: torch.dtype, scales: tuple[float, float] | None,
     rope_and_write(qkv, table, _whole(2048), _whole(2048), _whole(64, 512), cache, heads, kv, norm, 1e-6, scales=scales)
 
 
-def latents() -> Iterator[tuple[str, Work]]:
+def latents(hardware: Hardware) -> Iterator[tuple[str, Work]]:
     """Yield attention over latent vectors, and the writing of entries."""
     for heads, dtype in product((16, 20, 128), (torch.bfloat16, torch.float32)):
         cache, made = _empty(1024, 1, 1, 64, 576, dtype=dtype), _empty(2048, heads + 1, 576, dtype=dtype)
@@ -168,6 +170,16 @@ def latents() -> Iterator[tuple[str, Work]]:
             yield f"attention {name}, {rows_} rows of {width}", lambda o=more, c=cache, q=made, p=places, s=space: (
                 latent.latent_attention(q[:, :-1], c, *p, _whole(64, 2), _whole(1), q, s, 0.1, 512, **o))  # fmt: skip
         yield f"rope {name}", lambda m=made, r=rope, p=places, c=cache: turn_and_write(m, r, p[1], p[2], p[0], c, 512)
+        norm, to = CudaNorm(_empty(512, dtype=dtype), 1e-6), made[:, -1]
+        yield f"norm of {name}", lambda n=norm, m=made[:, 0], t=to: n.insert(m, t)
+        for (what, outputs, inputs), count in product((("keys", 512, 192), ("values", 256, 512)), (1, 32, 2048)):
+            yield f"{what} of {name}, {count} rows", partial(_heads, hardware, made[:count, :-1], outputs, inputs)
+
+
+def _heads(hardware: Hardware, x: Tensor, outputs: int, inputs: int) -> None:
+    value = Matmul(outputs=outputs, inputs=inputs, weight=WeightFormat(name_of(x.dtype)))
+    layer = HeadsLayer(value, _empty(x.shape[1], outputs, inputs, dtype=x.dtype), KernelConfigs(card=hardware))
+    layer(x[..., : inputs + 64], x.new_empty(*x.shape[:2], outputs + 64))
 
 
 def rows(hardware: Hardware) -> Iterator[tuple[str, Work]]:

@@ -11,7 +11,7 @@ import torch
 
 from preheat.backends.base.backend import Backend
 from preheat.backends.base.facts import Mode
-from preheat.backends.base.layers import ExpertsLayer, Linear
+from preheat.backends.base.layers import AnyLayer
 from preheat.backends.base.sampling import Sampler
 from preheat.execution.buffers import StepBuffers
 from preheat.execution.encoder import Encoder, Given
@@ -55,7 +55,7 @@ def select_linear_kernels(backend: Backend, model: LoadedModel, plan: Plan) -> N
     backend.select_kernels([*linears, *_vision_linears(model, plan)])
 
 
-def _vision_linears(model: LoadedModel, plan: Plan) -> Iterator[tuple[Linear | ExpertsLayer, list[int]]]:
+def _vision_linears(model: LoadedModel, plan: Plan) -> Iterator[tuple[AnyLayer, list[int]]]:
     """Yield the linear layers of vision tower and projector.
 
     Each comes with its numbers of rows.

@@ -10,26 +10,26 @@ so a token has the same bits in any chunk, batch or cache state. Each product is
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
-from preheat.backends.base.layers import Linear, Norm
+from preheat.backends.base.layers import HeadLayers, InsertingNorm, Linear, Norm
 
 
 @dataclass(frozen=True, slots=True)
 class Latent:
     """Maps of one layer.
 
-    ``keys`` [key numbers -> rank] and ``vals`` [rank -> value numbers] are a linear layer for each head, and ``rope``
-    the turned numbers of a head. ``norm`` is the latent vector's. ``q`` makes queries of its ``q_norm`` of the first
-    inputs, if there is one.
+    ``keys`` [key numbers -> rank] and ``vals`` [rank -> value numbers] are a linear layer for each of ``heads`` heads,
+    and ``rope`` the turned numbers of a head. ``norm`` is the latent vector's. ``q`` makes queries of its ``q_norm`` of
+    the first inputs, if there is one.
     """
 
-    keys: Sequence[Linear]
-    vals: Sequence[Linear]
+    keys: HeadLayers
+    vals: HeadLayers
+    heads: int
     rank: int
     rope: int
     norm: Norm
@@ -41,27 +41,38 @@ class Latent:
 
         ``made`` [tokens, n] has the inputs of the queries, then the latent vector, then the numbers that turn.
         """
-        heads, first = len(self.keys), made.shape[1] - self.rank - self.rope
-        query = made[:, :first].contiguous()
+        tokens, entry = len(made), self.rank + self.rope
+        query, last = made[:, :-entry], made[:, -entry:]
         if self.q is not None and self.q_norm is not None:
-            query = self.q(self.q_norm(query))
-        query = query.view(len(made), heads, -1)
-        out = made.new_empty(len(made), heads + 1, self.rank + self.rope)
-        for head, key in enumerate(self.keys):
-            out[:, head, : self.rank] = key(query[:, head, : -self.rope].contiguous())
-        out[:, :heads, self.rank :] = query[:, :, -self.rope :]
-        out[:, heads, : self.rank] = self.norm(made[:, first : first + self.rank].contiguous())
-        out[:, heads, self.rank :] = made[:, first + self.rank :]
+            normed = made.new_empty(query.shape)
+            _insert(self.q_norm, query, normed)
+            query = self.q(normed)
+        out = made.new_empty(tokens, self.heads + 1, entry)
+        self.keys(query.view(tokens, self.heads, -1), out[:, :-1])
+        _insert(self.norm, last, out[:, -1])
         return out.flatten(1)
 
     def values(self, attended: Tensor) -> Tensor:
         """Return each head's output, [tokens, heads * value numbers], of ``attended`` [tokens, heads * entry]."""
-        latent = attended.view(len(attended), len(self.vals), -1)[:, :, : self.rank]
-        return torch.cat([value(latent[:, head].contiguous()) for head, value in enumerate(self.vals)], 1)
+        latent = attended.view(len(attended), self.heads, -1)[:, :, : self.rank]
+        out = attended.new_empty(len(attended), self.heads, self.vals.outputs)
+        self.vals(latent, out)
+        return out.flatten(1)
 
-    def linears(self) -> Iterator[tuple[str, Linear]]:
+    def linears(self) -> Iterator[tuple[str, Linear | HeadLayers]]:
         """Yield the linear layers, each with its path."""
         if self.q is not None:
             yield "q", self.q
-        for name, maps in (("keys", self.keys), ("values", self.vals)):
-            yield from ((f"up.{name}.{head}", each) for head, each in enumerate(maps))
+        yield "up.keys", self.keys
+        yield "up.values", self.vals
+
+
+def _insert(norm: Norm, x: Tensor, out: Tensor) -> None:
+    """Write the norm of each row of ``x`` to ``out``, then the row's other numbers."""
+    if isinstance(norm, InsertingNorm):
+        norm.insert(x, out)
+        return
+    size = norm.weight.shape[-1]
+    out[:, :size] = norm(x[:, :size].contiguous())
+    if size < x.shape[1]:
+        out[:, size:] = x[:, size:]

@@ -11,14 +11,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from preheat.backends.base.collective import Collective
-from preheat.backends.base.layers import ExpertsLayer, FusedInput, Join, Linear, Norm
+from preheat.backends.base.layers import AnyLayer, ExpertsLayer, FusedInput, Join, Linear, Norm
 from preheat.model.latent import Latent
 from preheat.model.layer_inputs import LayerEnd
 from preheat.ops.delta import DeltaWeights
 from preheat.ops.quantization import plain_rows
 
-Linears = Iterator[tuple[str, Linear | ExpertsLayer]]
-"""Linear layers and experts, each with its path in the spec."""
+Linears = Iterator[tuple[str, AnyLayer]]
+"""Linear layers, experts and layers of heads, each with its path in the spec."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,7 @@ from preheat.backends.base.layers import (
     Embedding,
     ExpertsLayer,
     ExpertsWeights,
+    HeadLayers,
     Layer,
     LayerContext,
     LayerWeights,
@@ -621,18 +622,15 @@ class WeightLoader:
         keys, vals = self.up(spec.up)
         q = None if spec.q is None else self.linear(spec.q)
         q_norm = None if spec.q_norm is None else self.norm(spec.q_norm)
-        return Latent(keys, vals, spec.up.rank, spec.rope, self.norm(spec.norm), q, q_norm)
+        return Latent(keys, vals, spec.up.heads, spec.up.rank, spec.rope, self.norm(spec.norm), q, q_norm)
 
-    def up(self, spec: UpSpec) -> tuple[list[Linear], list[Linear]]:
+    def up(self, spec: UpSpec) -> tuple[HeadLayers, HeadLayers]:
         """Return the maps to keys and to values, a linear layer for each head."""
         value = latents_of(spec, self._dtype_name)
         stored = self._stored_up(spec).view(spec.stored_heads, -1, spec.rank)
-        keys, vals = list[Linear](), list[Linear]()
-        for head in stored[spec.first : spec.first + spec.heads]:
-            key, val = head.split([spec.key, spec.value])
-            keys.append(self.backend.layer(value.keys, LayerWeights(key.T.contiguous()), self._context))
-            vals.append(self.backend.layer(value.values, LayerWeights(val.contiguous()), self._context))
-        return keys, vals
+        own = stored[spec.first : spec.first + spec.heads]
+        keys = self.backend.heads(value.keys, own[:, : spec.key].mT.contiguous())
+        return keys, self.backend.heads(value.values, own[:, spec.key :].contiguous())
 
     def _stored_up(self, spec: UpSpec) -> Tensor:
         """Return the maps of all heads; each product of a code and its scale is rounded to the dtype once."""

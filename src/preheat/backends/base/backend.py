@@ -16,12 +16,13 @@ from preheat.backends.base.facts import Facts, Mode
 from preheat.backends.base.functions import LayerFunctions, LayerParts
 from preheat.backends.base.layers import (
     ALONE,
+    AnyLayer,
     ExpertsLayer,
     ExpertsWeights,
+    HeadLayers,
     Layer,
     LayerContext,
     LayerWeights,
-    Linear,
     Norm,
     Region,
 )
@@ -74,6 +75,9 @@ class Operations(Protocol):
 
     def experts(self, value: Experts, weights: ExpertsWeights, context: LayerContext = ALONE) -> ExpertsLayer:
         """Return the routed experts of ``value`` with these ``weights``."""
+
+    def heads(self, value: Matmul, weight: Tensor) -> HeadLayers:
+        """Return the layer of each head; ``weight`` [heads, outputs, inputs] may be kept."""
 
     def norm(self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> Norm: ...
 
@@ -210,7 +214,7 @@ class Backend(Operations, Protocol):
         None: there is nothing to build ahead.
         """
 
-    def select_kernels(self, layers: Iterable[tuple[Linear | ExpertsLayer, Sequence[int]]]) -> None:
+    def select_kernels(self, layers: Iterable[tuple[AnyLayer, Sequence[int]]]) -> None:
         """Choose and prove the kernels of linear layers and experts at so many rows, before there is a cache."""
 
     def tune(self, request: TuneRequest) -> str:

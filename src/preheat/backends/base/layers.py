@@ -114,6 +114,24 @@ class ExpertsLayer(HasWeights, Protocol):
         """Return [tokens, hidden] for ``x`` [tokens, hidden] and the router's ``logits`` [tokens, experts]."""
 
 
+class HeadLayers(HasWeights, Protocol):
+    """A linear layer for each head, all of one :class:`preheat.ops.values.Matmul` with so many ``outputs``."""
+
+    @property
+    def outputs(self) -> int: ...
+
+    def __call__(self, x: Tensor, out: Tensor) -> None:
+        """Write to ``out`` [tokens, heads, outputs + n] the outputs of each head's numbers in ``x``.
+
+        ``x`` is [tokens, heads, inputs + n]. The last ``n`` numbers of a head, 0 or more, are copied behind its
+        outputs. Both have any strides but the last.
+        """
+
+
+AnyLayer = Linear | ExpertsLayer | HeadLayers
+"""A layer that multiplies rows by weights."""
+
+
 class Embedding(HasWeights, Protocol):
     """The layer of a value with a term looked up by token ids: adapters of a table of embeddings."""
 
@@ -139,6 +157,17 @@ class Norm(Protocol):
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         """Add ``x`` to ``residual`` in place; return the norm of the sum, a new tensor."""
+
+
+@runtime_checkable
+class InsertingNorm(Protocol):
+    """A norm that writes into the rows of a larger tensor."""
+
+    def insert(self, x: Tensor, out: Tensor) -> None:
+        """Write to each row of ``out`` the norm of the first numbers of a row of ``x``, and then its other numbers.
+
+        Both are [rows, n], with any stride of rows; the norm's weight has n numbers or fewer.
+        """
 
 
 class FusedInput(Protocol):

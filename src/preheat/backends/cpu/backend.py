@@ -24,12 +24,12 @@ from preheat.backends.base.facts import Mode
 from preheat.backends.base.functions import LayerFunctions, LayerParts
 from preheat.backends.base.layers import (
     ALONE,
+    AnyLayer,
     ExpertsLayer,
     ExpertsWeights,
     Layer,
     LayerContext,
     LayerWeights,
-    Linear,
     Norm,
     Region,
 )
@@ -50,6 +50,7 @@ from preheat.backends.cpu.products import products_of
 from preheat.backends.cpu.sampler import CpuSampler
 from preheat.backends.cpu.sharing import CpuSharing
 from preheat.backends.cpu.threads import give_back_threads, leave_one_thread
+from preheat.backends.heads import EachHead
 from preheat.backends.layer import Layer as ProductLayer
 from preheat.backends.support import matmuls, supports
 from preheat.errors import SettingsError
@@ -188,7 +189,7 @@ class CpuBackend:
     def compiling(self, threads: int) -> None:
         """Do nothing: torch's kernels are compiled already."""
 
-    def select_kernels(self, layers: Iterable[tuple[Linear | ExpertsLayer, Sequence[int]]]) -> None:
+    def select_kernels(self, layers: Iterable[tuple[AnyLayer, Sequence[int]]]) -> None:
         """Do nothing: a linear layer proves a size at its first use.
 
         The first use is before ready.
@@ -240,6 +241,9 @@ class CpuBackend:
         if self._compiled:
             return PanelExperts(value, weights, context)
         return CpuExperts(value, weights, context, expert_slots(value, context))
+
+    def heads(self, value: Matmul, weight: Tensor) -> EachHead:
+        return EachHead(self, value, weight)
 
     def norm(self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> Norm:
         norm = make_norm(weight, eps, kind, bias)

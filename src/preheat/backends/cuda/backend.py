@@ -38,6 +38,7 @@ from preheat.backends.cuda.graph import CudaGraphs, Pool
 from preheat.backends.cuda.lacking import lacking
 from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.lora import CudaAdapters
+from preheat.backends.cuda.matmul.heads import HeadsLayer
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.layer import Embedding, Layer
 from preheat.backends.cuda.matmul.tables import tables_for
@@ -45,7 +46,7 @@ from preheat.backends.cuda.memory import VirtualMemory
 from preheat.backends.cuda.moe import ExpertsLayer
 from preheat.backends.cuda.moe_shared import add_shared
 from preheat.backends.cuda.norm import CudaNorm
-from preheat.backends.cuda.prove import settle, settle_experts
+from preheat.backends.cuda.prove import settle, settle_experts, settle_heads
 from preheat.backends.cuda.sampler import CudaSampler
 from preheat.backends.cuda.sharing import CudaSharing
 from preheat.backends.cuda.streams import CudaEvent, own_stream
@@ -220,7 +221,7 @@ class CudaBackend:
     def compiling(self, threads: int) -> AbstractContextManager[None]:
         return compiling(threads)
 
-    def select_kernels(self, layers: Iterable[tuple[base.Linear | base.ExpertsLayer, Sequence[int]]]) -> None:
+    def select_kernels(self, layers: Iterable[tuple[base.AnyLayer, Sequence[int]]]) -> None:
         """Compile kernels side by side; replace kernels with other bits than the contract's."""
         given = list(layers)
         linears = [(each, rows) for each, rows in given if isinstance(each, Layer)]
@@ -228,6 +229,8 @@ class CudaBackend:
         settle(self._configs, [(shape, rows) for each, rows in linears for shape in each.shapes], adapted)
         experts = [(each, rows) for each, rows in given if isinstance(each, ExpertsLayer)]
         settle_experts(experts, invariant=self._configs.invariant)
+        heads = [(each, rows) for each, rows in given if isinstance(each, HeadsLayer)]
+        settle_heads(heads, invariant=self._configs.invariant)
 
     def tune(self, request: TuneRequest) -> str:
         return tune_layers(request, self.device)
@@ -256,6 +259,9 @@ class CudaBackend:
 
     def experts(self, value: Experts, weights: ExpertsWeights, context: LayerContext = ALONE) -> base.ExpertsLayer:
         return ExpertsLayer(value, weights, self._configs, self.device, context)
+
+    def heads(self, value: Matmul, weight: Tensor) -> HeadsLayer:
+        return HeadsLayer(value, weight, self._configs)
 
     def norm(self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> CudaNorm:
         return CudaNorm(weight, eps, kind, bias)

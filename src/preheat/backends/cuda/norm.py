@@ -85,6 +85,24 @@ def _norm(
     )
 
 
+@triton.jit
+def _inserted_norm(
+    x, weight, bias, out, share, eps, stride, out_stride, KIND: tl.constexpr, SIZE: tl.constexpr, REST: tl.constexpr,
+    REST_WIDTH: tl.constexpr, WIDTH: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """Write the norm of one row of x a program to a row of out, and the ``REST`` numbers behind it as they are."""
+    at = tl.arange(0, WIDTH)
+    scales = tl.load(weight + at, mask=at < SIZE, other=0.0)  # no kernel writes weights, so this need not wait
+    begin(overlap)
+    token = tl.program_id(0).to(tl.int64)
+    mine, to = x + token * stride, out + token * out_stride
+    row = tl.load(mine + at, mask=at < SIZE, other=0.0)
+    finish_row(row, scales, None, bias, to, None, None, None, 0, at, share, eps, KIND, None, SIZE, WIDTH)
+    if REST > 0:
+        rest = SIZE + tl.arange(0, REST_WIDTH)
+        tl.store(to + rest, tl.load(mine + rest, mask=rest < SIZE + REST), mask=rest < SIZE + REST)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the norm of ``x`` [tokens, size], contiguous, with ``weight`` [size]: a new tensor."""
     return CudaNorm(weight, eps)(x)
@@ -119,6 +137,15 @@ class CudaNorm:
         out = torch.empty_like(x)
         self._launch(x, residual, out)
         return out
+
+    def insert(self, x: Tensor, out: Tensor) -> None:
+        """See :class:`preheat.backends.base.layers.InsertingNorm`."""
+        size = self.weight.shape[-1]
+        rest = x.shape[1] - size
+        _inserted_norm[(len(x),)](
+            x, self.weight, self.bias, out, 1.0 / size, self.eps, x.stride(0), out.stride(0),
+            KIND=self.kind, SIZE=size, REST=rest, REST_WIDTH=triton.next_power_of_2(rest), **layout(size),
+        )  # fmt: skip
 
     def quantized(self, x: Tensor, residual: Tensor | None, how: QuantizedInput) -> QuantizedRows:
         """Return float8 codes and scales of the norm, after adding x to ``residual`` if given.

@@ -26,6 +26,7 @@ from preheat.backends.cuda.matmul.config import (
     experts_reference,
     reference,
 )
+from preheat.backends.cuda.matmul.heads import HeadsLayer
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.weights import DeviceWeight, PlainWeight, Weight
 from preheat.backends.cuda.moe import ExpertsLayer
@@ -199,6 +200,40 @@ def _settle(experts: ExpertsLayer, sizes: Sequence[int], apart: bool, seeds: int
         config = configs.experts(shape, tokens)
         logger.info("%s gives other bits than the contract for %d tokens of %s: it is not used", config, tokens, shape)
         configs.reject_experts(shape, tokens)
+
+
+def settle_heads(used: Iterable[tuple[HeadsLayer, Sequence[int]]], *, invariant: bool, seeds: int = SEEDS) -> None:
+    """Compile the kernels of layers of heads; replace kernels with other bits than each head's own layer.
+
+    Of layers of one kind the last one is proven, with its own weights. Without ``invariant`` nothing is proven.
+    """
+    for layer, sizes in {(layer.shape, len(layer.weight)): (layer, sizes) for layer, sizes in used}.values():
+        _settle_heads(layer, sizes, seeds if invariant else 0)
+
+
+def _settle_heads(layer: HeadsLayer, sizes: Sequence[int], seeds: int) -> None:
+    shape, (heads, outputs, inputs), plain = layer.shape, layer.weight.shape, reference(layer.shape)
+    x = layer.weight.new_empty(max(sizes), heads, inputs)
+    y, expected = x.new_empty(2, max(sizes), heads, outputs)
+
+    def found(rows: int) -> None:
+        layer(x[:rows], y[:rows])
+
+    for rows in _refused(sizes, found):
+        layer.configs.reject_heads(shape, rows, heads)
+    wrong: set[int] = set()
+    for seed in range(seeds):
+        _fill(x, 1.0, seed, torch.Generator(x.device).manual_seed(seed))
+        for head, weight in enumerate(layer.weight):
+            expected[:, head] = apply(plain, x[:, head].contiguous(), PlainWeight(weight), None, False)
+        for rows in sizes:
+            found(rows)
+            if _bits(y[:rows]).ne(_bits(expected[:rows])).any():
+                wrong.add(rows)
+    for rows in sorted(wrong):
+        tile = layer.configs.heads(shape, rows, heads)
+        logger.info("%s gives other bits than the contract for %d rows of heads of %s: not used", tile, rows, shape)
+        layer.configs.reject_heads(shape, rows, heads)
 
 
 def _refused(sizes: Sequence[int], found: Callable[[int], object]) -> Iterator[int]:

@@ -21,10 +21,10 @@ from preheat.backends.base.backend import K, R, TuneRequest
 from preheat.backends.base.collective import Sharing
 from preheat.backends.base.device import GraphDriver, HostEvent, StepCounter
 from preheat.backends.base.facts import Mode
-from preheat.backends.base.layers import ALONE, ExpertsWeights, LayerContext, LayerWeights, Linear, Region
-from preheat.backends.base.layers import ExpertsLayer as AnyExperts
+from preheat.backends.base.layers import ALONE, AnyLayer, ExpertsWeights, LayerContext, LayerWeights, Region
 from preheat.backends.calls import Calls
 from preheat.backends.cold import Watched
+from preheat.backends.heads import EachHead
 from preheat.backends.hpu.attention import HpuAttention
 from preheat.backends.hpu.bridge import DEVICES, Bridge
 from preheat.backends.hpu.cold import cold_sources
@@ -197,7 +197,7 @@ class HpuBackend:
     def compiling(self, threads: int) -> None:
         """Do nothing: a recipe is compiled when its graph first runs."""
 
-    def select_kernels(self, layers: Iterable[tuple[Linear | AnyExperts, Sequence[int]]]) -> None:
+    def select_kernels(self, layers: Iterable[tuple[AnyLayer, Sequence[int]]]) -> None:
         """Prove at how many rows the device computes linear layers alike.
 
         The last layer also has the head's sizes.
@@ -254,6 +254,9 @@ class HpuBackend:
 
     def experts(self, value: Experts, weights: ExpertsWeights, context: LayerContext = ALONE) -> ExpertsLayer:
         return ExpertsLayer(value, weights, context, self._sizes)
+
+    def heads(self, value: Matmul, weight: Tensor) -> EachHead:
+        return EachHead(self, value, weight)
 
     def norm(self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> HpuNorm:
         return HpuNorm(make_norm(weight, eps, kind, bias), self._bridge)

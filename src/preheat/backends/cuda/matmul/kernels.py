@@ -15,6 +15,7 @@ import torch
 
 from preheat.backends.cuda.card import PORTABLE, Card, card_of
 from preheat.backends.cuda.matmul.config import (
+    REFERENCE,
     SHARED_BYTES,
     Expanded,
     ExpertsConfig,
@@ -41,6 +42,7 @@ from preheat.backends.cuda.matmul.rules import (
     MANY_ROWS,
     codes_rule,
     experts_rule,
+    heads_rule,
     rounds,
     small_m_rule,
     split_rule,
@@ -242,6 +244,7 @@ class KernelConfigs:
         self._own: dict[LinearShape, dict[int, KernelConfig]] = {}
         self._routed: dict[ExpertsShape, dict[int, ExpertsConfig]] = {}
         self._made: dict[tuple[LinearShape, int], KernelConfig] = {}
+        self._made_heads: dict[tuple[LinearShape, int, int], Tile] = {}
         self._made_routed: dict[tuple[ExpertsShape, int], ExpertsConfig] = {}
         for table in tables:
             self._entries |= _by_shape(table, invariant)
@@ -268,6 +271,15 @@ class KernelConfigs:
         if made is None:
             made = _up_to(self._routed, shape, tokens) or experts_rule(shape, tokens, card=self._card)
             self._made_routed[shape, tokens] = made
+        return made
+
+    def heads(self, shape: LinearShape, rows: int, heads: int) -> Tile:
+        """Return the kernel for ``rows`` rows of layers of ``heads`` heads, each of ``shape``."""
+        made = self._made_heads.get((shape, rows, heads))
+        if made is None:
+            guess = fitted(heads_rule(shape, rows, heads), shape, self._card)
+            assert guess.kind == "tile"
+            made = self._made_heads[shape, rows, heads] = guess
         return made
 
     def own(self, shape: LinearShape, rows: int) -> KernelConfig:
@@ -305,6 +317,10 @@ class KernelConfigs:
     def reject_experts(self, shape: ExpertsShape, tokens: int) -> None:
         """Serve ``tokens`` tokens of experts by the reference from now on."""
         self._made_routed[shape, tokens] = experts_reference(shape)
+
+    def reject_heads(self, shape: LinearShape, rows: int, heads: int) -> None:
+        """Serve ``rows`` rows of layers of heads by the reference from now on."""
+        self._made_heads[shape, rows, heads] = REFERENCE[shape.dtype]
 
     def withdraw(self, shape: LinearShape, rows: int) -> None:
         """Serve ``rows`` rows by the reference from now on: the chosen kernel does not compile."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from msgspec.structs import replace
 
 from preheat.backends.cuda.card import PORTABLE, Card
 from preheat.backends.cuda.matmul.config import (
@@ -98,6 +99,18 @@ def tile_rule(shape: LinearShape, rows: int) -> Tile:
         width, depth = (32, 256) if shape.columns < 6144 else (128, 128)
     bytes_a_stage = (width * (2 if shape.gated else 1) + height) * depth * 2
     return Tile(width, height, depth, min(4, width // 16), min(6, SHARED_BYTES // bytes_a_stage))
+
+
+def heads_rule(shape: LinearShape, rows: int, heads: int) -> Tile:
+    """Guess a tile for layers of ``heads`` heads, each of ``shape``; together they are as wide as one layer.
+
+    A tile is at most as deep as divides the inputs, if a depth of 16 or more does.
+    """
+    tile = tile_rule(shape._replace(outputs=shape.outputs * heads), rows)
+    depth = tile.inputs
+    while shape.inputs % depth and shape.inputs % 16 == 0:
+        depth //= 2
+    return replace(tile, inputs=depth, stages=min(6, tile.stages * (tile.inputs // depth)))
 
 
 def codes_rule(shape: LinearShape, rows: int) -> Tile:
