@@ -28,6 +28,7 @@ _np_dtype = interpreter._get_np_dtype
 _builtin = tl.core.load.__code__
 _unwrap, _equal_dtypes = tl.core._unwrap_if_constexpr, tl.core.dtype.__eq__
 _broadcast = TritonSemantic.broadcast_impl_value
+_cast_other = TritonSemantic.cast
 _examined = TritonSemantic.binary_op_type_checking_impl
 _new_block = tl.core.block_type.__init__
 _PLAIN = {int, float, bool, str, tl.dtype, tl.tensor}  # types of values that hold no constexpr
@@ -54,6 +55,8 @@ def mend():
     tl.core.dtype.__eq__ = _same_dtype
     tl.core._unwrap_if_constexpr = _unwrapped
     TritonSemantic.broadcast_impl_value = _of_one_shape
+    TritonSemantic.splat = _splat
+    TritonSemantic.cast = _cast_value
     TritonSemantic.binary_op_type_checking_impl = _operands
 
 
@@ -215,19 +218,31 @@ def _binary_op(self, lhs, rhs, op):
 
 def _operands(self, lhs, rhs, *allowed, **more):
     """Operands of one type as they are, and a number as a block that is made once for each type of the other."""
-    if type(lhs) is not tl.tensor or lhs.dtype.is_ptr() or more or len(allowed) > 2:
+    if more or len(allowed) > 2:
         return _examined(self, lhs, rhs, *allowed, **more)
-    if type(rhs) is tl.tensor:
-        return (lhs, rhs) if lhs.type is rhs.type else _examined(self, lhs, rhs, *allowed)
-    key = (lhs.type.name, type(rhs), rhs)
+    if type(lhs) is not tl.tensor:
+        return _with_number(self, rhs, lhs, *allowed)[::-1] if type(rhs) is tl.tensor else _examined(self, lhs, rhs)
+    if type(rhs) is not tl.tensor:
+        return _with_number(self, lhs, rhs, *allowed)
+    if lhs.type is rhs.type and not lhs.dtype.is_ptr():
+        return lhs, rhs
+    moved = lhs.dtype.is_ptr() and rhs.dtype.is_int() and allowed == (True, True)
+    if moved or (lhs.dtype is rhs.dtype and not lhs.dtype.is_ptr()):
+        return _of_one_shape(self, lhs, rhs)
+    return _examined(self, lhs, rhs, *allowed)
+
+
+def _with_number(self, block, number, *allowed):
+    """Return the block and the number's block. The order of the two changes no type."""
+    key = (block.type.name, type(number), number)
     if (found := _numbers.get(key)) is None:
-        same, found = _examined(self, lhs, rhs, *allowed)
-        if same is not lhs:
+        same, found = _examined(self, block, number, *allowed)
+        if same is not block:
             return same, found
         if len(_numbers) > 10_000:
             _numbers.clear()
         _numbers[key] = found
-    return lhs, found
+    return block, found
 
 
 def _of_one_shape(self, lhs, rhs):
@@ -240,6 +255,19 @@ def _of_one_shape(self, lhs, rhs):
     if not other.is_block():
         return lhs, self.splat(rhs, one.shape)
     return (lhs, rhs) if one.shape.values == other.shape.values else _broadcast(self, lhs, rhs)
+
+
+def _splat(self, value, shape):
+    if not len(shape):
+        return value
+    kind = tl.block_type(value.dtype, shape)
+    data = np.empty(kind.shape.values, value.handle.data.dtype)
+    data.fill(value.handle.data.item())
+    return tl.tensor(interpreter.TensorHandle(data, kind.scalar), kind)
+
+
+def _cast_value(self, value, kind, rounding=None):
+    return value if value.dtype is kind.scalar else _cast_other(self, value, kind, rounding)
 
 
 def _itself(self, builder):
