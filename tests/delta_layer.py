@@ -99,9 +99,10 @@ def step_four(layer: DeltaLayer, patch: Any) -> tuple[Tensor, Tensor, Tensor]:
     order, answers, own = places(value.key_dim, device).long(), list[Tensor](), layer.kernels._recur
 
     def given(inputs: Any, x: Tensor, weights: Any, states: Any, made: list[Tensor]) -> None:
-        made[0][:tokens, :, order], made[1][:tokens, :, order] = q, k
-        for buffer, numbers in zip(made[2:], (tree(k * q, -1), v, decay, beta), strict=True):
-            buffer[:tokens] = numbers.view(buffer[:tokens].shape)
+        pair, values, scalars = (each[:tokens] for each in made)
+        pair[:, :, order], pair[:, :, value.key_dim + order], values[:] = k, q, v
+        cross = tree(k * q, -1).repeat_interleave(value.value_heads // value.key_heads, 1)
+        scalars[..., :3] = torch.stack((decay, beta, cross), -1)
 
     def heard(*args: Any) -> None:
         own(*args)

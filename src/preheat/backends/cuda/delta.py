@@ -28,14 +28,20 @@ ROWS = 4
 
 
 class Config(NamedTuple):
-    """The columns of a program of the recurrence, and its warps. They change no bits."""
+    """The columns of a program of the recurrence, its warps and stages, and the most rows with programs of their own.
+
+    A program takes further rows in turn. With several stages, numbers of the next ``stages`` - 1 tokens are on their
+    way through shared memory. None of these changes a bit.
+    """
 
     columns: int
     warps: int
+    stages: int
+    rows: int
 
 
-PROMPTS, DECODING = Config(4, 1), Config(16, 4)
-"""For steps with prompts, and for steps of decoding rows only: fewer programs then move as many bytes."""
+PROMPTS, DECODING = Config(8, 1, 4, 32), Config(16, 4, 1, 1 << 16)
+"""For steps with prompts, and for steps of decoding rows only."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +49,8 @@ class Table:
     """The rows of steps within ``limits``, int32 on the device and in pinned memory.
 
     First comes the number of rows. Then each row's first token, its slot to read, its first part, and the part behind
-    its last one. Then each part's end and its slot to write. Then each token's row, counted from 1; padding has 0.
+    its last one. The last row of the step comes first: prompts lie behind rows that decode, and take longest. Then each
+    part's end and its slot to write. Then each token's row, counted from 1; padding has 0.
     """
 
     rows: int
@@ -76,11 +83,11 @@ class Table:
         ends, behind = states.extend.cumsum(), np.append(begins, len(states.row))[1:]
         first = ends[begins] - states.extend[begins]
         words[0] = len(begins)
-        words[ROWS : ROWS + 4 * len(begins)] = np.stack((first, states.read[begins], begins, behind), 1).ravel()
+        words[ROWS : ROWS + 4 * len(begins)] = np.stack((first, states.read[begins], begins, behind), 1)[::-1].ravel()
         parts = np.stack((ends, states.write), 1).ravel()
         words[self.parts_at : self.parts_at + len(parts)] = parts
         words[self.owners_at : self.owners_at + ends[-1]] = np.repeat(
-            1 + np.arange(len(begins)), ends[behind - 1] - first
+            np.arange(len(begins), 0, -1), ends[behind - 1] - first
         )
         return words
 
@@ -120,11 +127,11 @@ class CudaRecurrences:
         made = [
             torch.empty(tokens, heads, size, dtype=torch.float32, device=device)
             for heads, size in (
-                (value.key_heads, value.key_dim), (value.key_heads, value.key_dim), (value.key_heads, 1),
-                (value.value_heads, value.value_dim), (value.value_heads, 1), (value.value_heads, 1),
+                (value.key_heads, 2 * value.key_dim), (value.value_heads, value.value_dim),
+                (value.value_heads, kernels.SCALARS.value),
             )
         ]  # fmt: skip
-        answers = torch.empty_like(made[3])
+        answers = torch.empty_like(made[1])
         self._prepare(inputs, x, weights, states, made)
         self._recur(inputs, x, value, states, [*made, answers])
         kernels.finish[(tokens, value.value_heads)](
@@ -137,7 +144,7 @@ class CudaRecurrences:
     def _prepare(
         self, inputs: StepInputs, x: Tensor, weights: DeltaWeights, states: DeltaStates, made: list[Tensor]
     ) -> None:
-        """Fill ``made`` with queries, keys, their products, values, decays and betas."""
+        """Fill ``made`` with keys beside queries, with values, and with the numbers of each value head."""
         value = weights.value
         kernels.prepare[(len(x), value.key_heads)](
             x, inputs.positions, self.words, states.window, weights.taps, weights.rate, weights.bias,
@@ -149,12 +156,12 @@ class CudaRecurrences:
 
     def _recur(self, inputs: StepInputs, x: Tensor, value: Recurrence, states: DeltaStates, made: list[Tensor]) -> None:
         """Fill the last of ``made`` with the answers, and move the states on."""
-        columns, warps = DECODING if inputs.width else PROMPTS
+        columns, warps, stages, rows = DECODING if inputs.width else PROMPTS
         columns = min(columns, value.value_dim)
         lanes, run = kernels.split_of(value.key_dim)
-        kernels.recur[(value.value_dim // columns, value.value_heads, inputs.rows)](
+        kernels.recur[(value.value_dim // columns, value.value_heads, min(rows, inputs.rows))](
             x, inputs.positions, self.words, states.window, states.matrix, *made, x.stride(0),
             KEY_HEADS=value.key_heads, SHARE=value.value_heads // value.key_heads, KEY=value.key_dim,
             VALUE=value.value_dim, TAPS=value.taps, PARTS=self._table.parts_at, COLUMNS=columns, RUN=run, LANES=lanes,
-            enable_fp_fusion=False, **options(num_warps=warps, num_stages=1),
+            STAGES=stages, enable_fp_fusion=False, **options(num_warps=warps, num_stages=1),
         )  # fmt: skip

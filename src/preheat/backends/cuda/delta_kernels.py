@@ -31,6 +31,9 @@ LANES = 8
 NEIGHBORS = 4
 """Numbers that a lane reads at once."""
 
+SCALARS, DECAY, BETA, CROSS = tl.constexpr(4), tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
+"""The numbers of a token and a value head, and their places: decay, beta and tree(k * q)."""
+
 
 @constexpr_function
 def log2(number):
@@ -48,17 +51,31 @@ def halves(x):
 
 
 @triton.jit
-def column_sums(x, LANES: tl.constexpr):
-    """Return the tree sums of x [runs, columns, run] over the key dim, in the order of :func:`places`: [columns]."""
+def _lane_sums(x, LANES: tl.constexpr):
+    """Return the sums of each lane's own numbers of x [runs, columns, run]: [columns, lanes]."""
     COLUMNS: tl.constexpr = x.shape[1]
     x = tl.reshape(tl.permute(x, (1, 2, 0)), [COLUMNS, LANES, x.shape[0] * x.shape[2] // LANES])
     for _ in tl.static_range(log2(x.shape[2])):
         one, other = tl.split(tl.reshape(x, [COLUMNS, LANES, x.shape[2] // 2, 2]))
         x = one + other
-    x = tl.reshape(x, [COLUMNS, LANES])
+    return tl.reshape(x, [COLUMNS, LANES])
+
+
+@triton.jit
+def _add_pairs(one, other, more, others):
+    return one + more, other + others
+
+
+@triton.jit
+def column_sums(x, y, LANES: tl.constexpr):
+    """Return the tree sums of x and of y [runs, columns, run] over the key dim, in the order of :func:`places`.
+
+    Both are [columns]. Their lanes meet at the same time, so one sum waits beside the other.
+    """
+    x, y = _lane_sums(x, LANES), _lane_sums(y, LANES)
     if COMPILED:  # lanes meet in halves, too: 4 apart, then 2, then 1
-        return tl.sum(x, 1)
-    return halves(x)
+        return tl.reduce((x, y), 1, _add_pairs)
+    return halves(x), halves(y)
 
 
 @cache
@@ -116,7 +133,7 @@ def _unit(x):
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
 def prepare(
-    x, positions, table, window, taps, rate, bias, order, q, k, both, v, decay, beta, stride, factor,
+    x, positions, table, window, taps, rate, bias, order, pair, v, scalars, stride, factor,
     KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr,
     OWNERS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
@@ -134,23 +151,24 @@ def prepare(
     given = (x, window, taps, token, place, slot, fresh)
     query = _unit(_convolved(*given, head * KEY + keys, stride, CHANNELS, TAPS)) * factor
     key = _unit(_convolved(*given, (KEY_HEADS + head) * KEY + keys, stride, CHANNELS, TAPS))
-    at = token * KEY_HEADS + head
-    where = at * KEY + tl.load(order + keys)
-    tl.store(q + where, query)
-    tl.store(k + where, key)
-    tl.store(both + at, tl.sum(halves(tl.reshape(key * query, [1, KEY])), 0))
+    at = pair + (token * KEY_HEADS + head) * (2 * KEY) + tl.load(order + keys)
+    tl.store(at, key)
+    tl.store(at + KEY, query)
+    cross = tl.sum(halves(tl.reshape(key * query, [1, KEY])), 0)
     for other in tl.static_range(SHARE):
         own = head * SHARE + other
         channel = 2 * KEY_HEADS * KEY + own * VALUE + values
         tl.store(v + (token * HEADS + own) * VALUE + values, _convolved(*given, channel, stride, CHANNELS, TAPS))
-        scalars = x + token * stride + CHANNELS + HEADS * VALUE + own
-        tl.store(beta + token * HEADS + own, 1.0 / (1.0 + tl.exp(-tl.load(scalars).to(tl.float32))))
-        a = tl.load(scalars + HEADS).to(tl.float32) + tl.load(bias + own)
+        given_b = x + token * stride + CHANNELS + HEADS * VALUE + own
+        found = scalars + (token * HEADS + own) * SCALARS
+        tl.store(found + BETA, 1.0 / (1.0 + tl.exp(-tl.load(given_b).to(tl.float32))))
+        tl.store(found + CROSS, cross)
+        a = tl.load(given_b + HEADS).to(tl.float32) + tl.load(bias + own)
         small = tl.exp(tl.minimum(a, 20.0))
         more = 1.0 + small
         soft = tl.where(more == 1.0, small, tl.log(more) * small / tl.where(more == 1.0, 1.0, more - 1.0))
         soft = tl.where(a > 20.0, a, soft)
-        tl.store(decay + token * HEADS + own, tl.exp(soft * tl.load(rate + own)))
+        tl.store(found + DECAY, tl.exp(soft * tl.load(rate + own)))
 
 
 @triton.jit
@@ -176,57 +194,79 @@ def _keep_windows(
         part += 1
 
 
+@triton.jit
+def _token(pair, v, scalars, at_pair, at_value, at_scalar, run, numbers, column, KEY: tl.constexpr, RUN: tl.constexpr, DIRECT: tl.constexpr):
+    """Return a token's key and query [runs, columns, run], its values [columns], and its decay, beta and cross."""
+    value = tl.load(v + at_value + column)
+    if DIRECT:  # each lane reads its own numbers
+        inside = run[:, None, None] * RUN + numbers[None, None, :] + 0 * column[None, :, None]
+        key, query = tl.load(pair + at_pair + inside), tl.load(pair + at_pair + KEY + inside)
+        found = scalars + at_scalar
+        rate, share, cross = tl.load(found + DECAY), tl.load(found + BETA), tl.load(found + CROSS)
+    else:
+        half = tl.arange(0, 2) * KEY
+        inside = run[:, None, None] * RUN + numbers[None, :, None] + half[None, None, :]
+        key, query = tl.split(tl.load(pair + at_pair + inside))
+        key, query = key[:, None, :], query[:, None, :]
+        some, others = tl.split(tl.reshape(tl.load(scalars + at_scalar + tl.arange(0, SCALARS)), [2, 2]))
+        rate, cross = tl.split(some)
+        share, _ = tl.split(others)
+    return key, query, value, rate, share, cross
+
+
 @triton.jit(do_not_specialize_on_alignment=["positions"])
 def recur(
-    x, positions, table, window, matrix, q, k, both, v, decay, beta, out, stride, KEY_HEADS: tl.constexpr,
+    x, positions, table, window, matrix, pair, v, scalars, out, stride, KEY_HEADS: tl.constexpr,
     SHARE: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr, PARTS: tl.constexpr,
-    COLUMNS: tl.constexpr, RUN: tl.constexpr, LANES: tl.constexpr, overlap: tl.constexpr,
+    COLUMNS: tl.constexpr, RUN: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Run step 4 of the contract for some columns of a value head, and keep windows; a program has one row."""
+    """Run step 4 of the contract for some columns of a value head, and keep windows; a program has every n-th row.
+
+    With more than one of ``STAGES``, numbers of the next STAGES - 1 tokens are on their way through shared memory.
+    """
     begin(overlap)
-    row = tl.num_programs(2) - 1 - tl.program_id(2)  # prompts lie behind rows that decode, and take longest
-    if row >= tl.load(table):
-        return
     HEADS: tl.constexpr = KEY_HEADS * SHARE
     BLOCKS: tl.constexpr = VALUE // COLUMNS
     block, head = tl.program_id(0), tl.program_id(1)
-    first, part = tl.load(table + 4 + 4 * row), tl.load(table + 6 + 4 * row)
-    slot, last = tl.load(table + 5 + 4 * row).to(tl.int64), tl.load(table + 7 + 4 * row)
-    fresh = (tl.load(positions + first) == 0).to(tl.int32)
-    _keep_windows(
-        x, table, window, first, slot, fresh, part, last, head * BLOCKS + block, stride, PARTS,
-        2 * KEY_HEADS * KEY + HEADS * VALUE, TAPS, HEADS * BLOCKS,
-    )  # fmt: skip
     column = block * COLUMNS + tl.arange(0, COLUMNS)
-    run, numbers = tl.arange(0, KEY // RUN)[:, None, None], tl.arange(0, RUN)[None, None, :]
-    inside = run * RUN + numbers + 0 * column[None, :, None]  # a number's place; each lane reads its own keys
-    here = inside + column[None, :, None] * KEY
-    state = tl.load(matrix + (slot * HEADS + head) * (KEY * VALUE) + here, mask=(here >= 0) & (fresh == 0), other=0.0)
-    end = tl.load(table + PARTS + 2 * last - 2)  # of the row
-    until = tl.load(table + PARTS + 2 * part)  # of the part
-    own, of_key = first.to(tl.int64) * HEADS + head, first.to(tl.int64) * KEY_HEADS + head // SHARE
-    key, query = tl.load(k + of_key * KEY + inside), tl.load(q + of_key * KEY + inside)
-    value, cross = tl.load(v + own * VALUE + column), tl.load(both + of_key)
-    rate, share = tl.load(decay + own), tl.load(beta + own)
-    for token in range(first, end):
-        more = (token + 1 < end).to(tl.int64)  # the next token's numbers are on their way while this one is computed
-        of_key += more * KEY_HEADS
-        following = own + more * HEADS
-        next_key, next_query = tl.load(k + of_key * KEY + inside), tl.load(q + of_key * KEY + inside)
-        next_value, next_cross = tl.load(v + following * VALUE + column), tl.load(both + of_key)
-        next_rate, next_share = tl.load(decay + following), tl.load(beta + following)
-        state = state * rate
-        change = (value - column_sums(state * key, LANES)) * share
-        answer = column_sums(state * query, LANES) + cross * change
-        state = state + key * change[None, :, None]
-        tl.store(out + own * VALUE + column, answer)
-        if token + 1 == until:
-            write = tl.load(table + PARTS + 2 * part + 1).to(tl.int64)
-            tl.store(matrix + (write * HEADS + head) * (KEY * VALUE) + here, state)
-            part += 1
-            until = tl.load(table + PARTS + 2 * part, mask=part < last, other=0)
-        key, query, value, cross, rate, share = next_key, next_query, next_value, next_cross, next_rate, next_share
-        own = following
+    run, numbers = tl.arange(0, KEY // RUN), tl.arange(0, RUN)
+    here = run[:, None, None] * RUN + numbers[None, None, :] + column[None, :, None] * KEY
+    words = table + 4 + 4 * tl.program_id(2)
+    first, slot, part, last = tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
+    rows = tl.load(table)
+    for row in range(tl.program_id(2), rows, tl.num_programs(2)):
+        held = (slot.to(tl.int64) * HEADS + head) * (KEY * VALUE)
+        state = tl.load(matrix + held + here)  # on its way while windows are kept
+        fresh = (tl.load(positions + first) == 0).to(tl.int32)
+        end = tl.load(table + PARTS + 2 * last - 2)  # of the row
+        _keep_windows(
+            x, table, window, first, slot.to(tl.int64), fresh, part, last, head * BLOCKS + block, stride, PARTS,
+            2 * KEY_HEADS * KEY + HEADS * VALUE, TAPS, HEADS * BLOCKS,
+        )  # fmt: skip
+        until, write = tl.load(table + PARTS + 2 * part), tl.load(table + PARTS + 2 * part + 1)  # of the part
+        state = tl.where(fresh == 0, state, 0.0)
+        start = first.to(tl.int64)
+        own_pair, own_value = pair + (start * KEY_HEADS + head // SHARE) * (2 * KEY), (start * HEADS + head) * VALUE
+        own_scalars = scalars + (start * HEADS + head) * SCALARS
+        for token in tl.range(0, end - first, num_stages=STAGES):
+            key, query, value, rate, share, cross = _token(
+                own_pair, v + own_value, own_scalars, token * (KEY_HEADS * 2 * KEY), token * (HEADS * VALUE),
+                token * (HEADS * SCALARS), run, numbers, column, KEY, RUN, STAGES == 1,
+            )  # fmt: skip
+            state = state * rate
+            seen, answer = column_sums(state * key, state * query, LANES)
+            change = (value - seen) * share
+            state = state + key * change[None, :, None]
+            tl.store(out + own_value + token * (HEADS * VALUE) + column, answer + cross * change)
+            if first + token + 1 == until:
+                tl.store(matrix + (write.to(tl.int64) * HEADS + head) * (KEY * VALUE) + here, state)
+                part += 1
+                until = tl.load(table + PARTS + 2 * part, mask=part < last, other=0)
+                write = tl.load(table + PARTS + 2 * part + 1, mask=part < last, other=0)
+        words += 4 * tl.num_programs(2)
+        more = row + tl.num_programs(2) < rows
+        first, slot = tl.load(words, mask=more, other=0), tl.load(words + 1, mask=more, other=0)
+        part, last = tl.load(words + 2, mask=more, other=0), tl.load(words + 3, mask=more, other=0)
 
 
 @triton.jit
