@@ -44,6 +44,7 @@ SINGLE = {
     "power": "speed, clock and power of a GPU at its power limit",
     "ranks": "what two ranks on CPUs exchange: through memory, by TCP, by gloo",
     "receipts": "answers given again from their receipts on other boots and ranks, and the cost of receipts",
+    "recurrence": "layers with states on a GPU, in each configuration of the kernel, beside bytes and operations",
     "roles": "a server that reads prompts and one that decodes: answers that differ from one server's",
     "sampler": "sampling, by rows, vocabulary and sampling parameters",
     "scheduler": "a step of the scheduler, and a long queue",

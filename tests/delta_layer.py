@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -89,28 +90,36 @@ class DeltaLayer:
         return DeltaStates.of(self.value, 1 + len(self.lengths), self.texts[0].dtype, self.device)
 
 
-def step_four(layer: DeltaLayer, patch: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """Give ``layer`` random inputs of step 4; return its answers, the reference's, and the reference's matrices."""
+def step_four(layer: DeltaLayer, patch: Any, cuts: Sequence[int] = ()) -> tuple[Tensor, Tensor, Tensor]:
+    """Give ``layer`` random inputs of step 4; return its answers, the reference's, and the reference's matrices.
+
+    With ``cuts``, the first text is computed alone in as many steps, one token by the form for decoding.
+    """
     value, device, tokens = layer.value, layer.device, sum(layer.lengths)
     draw = torch.Generator().manual_seed(7)
     shapes = [(value.key_heads, value.key_dim)] * 2 + [(value.value_heads, value.value_dim)]
     q, k, v = ((torch.randn(tokens, *shape, generator=draw) * 0.2).to(device) for shape in shapes)
     decay, beta = (torch.rand(tokens, value.value_heads, generator=draw).to(device) for _ in range(2))
-    order, answers, own = places(value.key_dim, device).long(), list[Tensor](), layer.kernels._recur
+    cross = tree(k * q, -1).repeat_interleave(value.value_heads // value.key_heads, 1)
+    order, answers, own = places(value.key_dim, device).long(), list[Tensor](), layer.kernels.recur
 
     def given(inputs: Any, x: Tensor, weights: Any, states: Any, made: list[Tensor]) -> None:
-        pair, values, scalars = (each[:tokens] for each in made)
-        pair[:, :, order], pair[:, :, value.key_dim + order], values[:] = k, q, v
-        cross = tree(k * q, -1).repeat_interleave(value.value_heads // value.key_heads, 1)
-        scalars[..., :3] = torch.stack((decay, beta, cross), -1)
+        done = sum(map(len, answers))
+        here = slice(done, done + len(x) - PADDING)
+        pair, values, scalars = (each[: len(x) - PADDING] for each in made)
+        pair[:, :, order], pair[:, :, value.key_dim + order], values[:] = k[here], q[here], v[here]
+        scalars[..., :3] = torch.stack((decay[here], beta[here], cross[here]), -1)
 
     def heard(*args: Any) -> None:
         own(*args)
-        answers.append(args[-1][-1][:tokens])
+        answers.append(args[-1][-1][:-PADDING])
 
-    patch.setattr(layer.kernels, "_prepare", given)
-    patch.setattr(layer.kernels, "_recur", heard)
-    layer.whole()
+    patch.setattr(layer.kernels, "prepare", given)
+    patch.setattr(layer.kernels, "recur", heard)
+    for count in cuts:
+        layer.step((0, count, 1, 1), width=int(count == 1))
+    if not cuts:
+        layer.whole()
     matrix = layer.zeros().matrix.fill_(float("nan"))
     begins = torch.ones(len(layer.lengths), dtype=torch.bool, device=device)
-    return answers[0], recur(Heads(q, k, v, decay, beta), matrix, layer.rows(), begins), matrix
+    return torch.cat(answers), recur(Heads(q, k, v, decay, beta), matrix, layer.rows(), begins), matrix

@@ -40,7 +40,7 @@ class Config(NamedTuple):
     rows: int
 
 
-PROMPTS, DECODING = Config(8, 1, 4, 32), Config(16, 4, 1, 1 << 16)
+PROMPTS, DECODING = Config(8, 1, 4, 32), Config(32, 4, 1, 1 << 16)
 """For steps with prompts, and for steps of decoding rows only."""
 
 
@@ -132,8 +132,8 @@ class CudaRecurrences:
             )
         ]  # fmt: skip
         answers = torch.empty_like(made[1])
-        self._prepare(inputs, x, weights, states, made)
-        self._recur(inputs, x, value, states, [*made, answers])
+        self.prepare(inputs, x, weights, states, made)
+        self.recur(inputs, x, value, states, [*made, answers])
         kernels.finish[(tokens, value.value_heads)](
             x, self.words, answers, weights.norm, out, x.stride(0), 1.0 / value.value_dim, weights.eps,
             CHANNELS=value.channels, HEADS=value.value_heads, VALUE=value.value_dim, OWNERS=self._table.owners_at,
@@ -141,7 +141,7 @@ class CudaRecurrences:
         )  # fmt: skip
         return out
 
-    def _prepare(
+    def prepare(
         self, inputs: StepInputs, x: Tensor, weights: DeltaWeights, states: DeltaStates, made: list[Tensor]
     ) -> None:
         """Fill ``made`` with keys beside queries, with values, and with the numbers of each value head."""
@@ -154,7 +154,7 @@ class CudaRecurrences:
             **options(num_warps=1, num_stages=1),
         )  # fmt: skip
 
-    def _recur(self, inputs: StepInputs, x: Tensor, value: Recurrence, states: DeltaStates, made: list[Tensor]) -> None:
+    def recur(self, inputs: StepInputs, x: Tensor, value: Recurrence, states: DeltaStates, made: list[Tensor]) -> None:
         """Fill the last of ``made`` with the answers, and move the states on."""
         columns, warps, stages, rows = DECODING if inputs.width else PROMPTS
         columns = min(columns, value.value_dim)

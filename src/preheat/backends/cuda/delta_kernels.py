@@ -32,7 +32,7 @@ NEIGHBORS = 4
 """Numbers that a lane reads at once."""
 
 SCALARS, DECAY, BETA, CROSS = tl.constexpr(4), tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""The numbers of a token and a value head, and their places: decay, beta and tree(k * q)."""
+"""The numbers of a token and a value head: their count, and the places of decay, beta and tree(k * q)."""
 
 
 @constexpr_function
@@ -195,23 +195,45 @@ def _keep_windows(
 
 
 @triton.jit
-def _token(pair, v, scalars, at_pair, at_value, at_scalar, run, numbers, column, KEY: tl.constexpr, RUN: tl.constexpr, DIRECT: tl.constexpr):
-    """Return a token's key and query [runs, columns, run], its values [columns], and its decay, beta and cross."""
-    value = tl.load(v + at_value + column)
-    if DIRECT:  # each lane reads its own numbers
-        inside = run[:, None, None] * RUN + numbers[None, None, :] + 0 * column[None, :, None]
-        key, query = tl.load(pair + at_pair + inside), tl.load(pair + at_pair + KEY + inside)
-        found = scalars + at_scalar
-        rate, share, cross = tl.load(found + DECAY), tl.load(found + BETA), tl.load(found + CROSS)
-    else:
-        half = tl.arange(0, 2) * KEY
-        inside = run[:, None, None] * RUN + numbers[None, :, None] + half[None, None, :]
-        key, query = tl.split(tl.load(pair + at_pair + inside))
-        key, query = key[:, None, :], query[:, None, :]
-        some, others = tl.split(tl.reshape(tl.load(scalars + at_scalar + tl.arange(0, SCALARS)), [2, 2]))
-        rate, cross = tl.split(some)
-        share, _ = tl.split(others)
-    return key, query, value, rate, share, cross
+def _row(table, row, PARTS: tl.constexpr):
+    """Return the first token of a row, its slot to read, its first part, and the part behind its last one."""
+    words, inside = table + 4 + 4 * row, row < (PARTS - 4) // 4
+    first, slot = tl.load(words, mask=inside, other=0), tl.load(words + 1, mask=inside, other=0)
+    part, last = tl.load(words + 2, mask=inside, other=0), tl.load(words + 3, mask=inside, other=0)
+    return first, slot.to(tl.int64), part, last
+
+
+@triton.jit
+def _read(given, token, end, run, numbers, column, KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, VALUE: tl.constexpr):
+    """Return a token's key and query [runs, columns, run], values [columns], decay, beta and tree(k * q).
+
+    Each lane reads its own numbers. From token ``end`` on, nothing is read and the numbers are any.
+    """
+    KEY: tl.constexpr = run.shape[0] * numbers.shape[0]
+    pair, v, scalars = given
+    pair += token * (2 * KEY_HEADS * KEY)
+    there, found = token < end, scalars + token * (KEY_HEADS * SHARE * SCALARS)
+    inside = run[:, None, None] * numbers.shape[0] + numbers[None, None, :] + 0 * column[None, :, None]
+    wanted = there & (inside >= 0)
+    key, query = tl.load(pair + inside, mask=wanted), tl.load(pair + KEY + inside, mask=wanted)
+    value = tl.load(v + token * (KEY_HEADS * SHARE * VALUE) + column, mask=there & (column >= 0))
+    rate, share = tl.load(found + DECAY, mask=there), tl.load(found + BETA, mask=there)
+    return key, query, value, rate, share, tl.load(found + CROSS, mask=there)
+
+
+@triton.jit
+def _find(given, token, run, numbers, column, KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, VALUE: tl.constexpr):
+    """Return the numbers of :func:`_read` by whole loads, which the compiler sends through shared memory."""
+    KEY: tl.constexpr = run.shape[0] * numbers.shape[0]
+    pair, v, scalars = given
+    inside = run[:, None, None] * numbers.shape[0] + numbers[None, :, None] + tl.arange(0, 2)[None, None, :] * KEY
+    key, query = tl.split(tl.load(pair + token * (2 * KEY_HEADS * KEY) + inside))
+    value = tl.load(v + token * (KEY_HEADS * SHARE * VALUE) + column)
+    found = tl.load(scalars + token * (KEY_HEADS * SHARE * SCALARS) + tl.arange(0, SCALARS))
+    some, others = tl.split(tl.reshape(found, [2, 2]))
+    rate, cross = tl.split(some)
+    share, _ = tl.split(others)
+    return key[:, None, :], query[:, None, :], value, rate, share, cross
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
@@ -227,46 +249,52 @@ def recur(
     begin(overlap)
     HEADS: tl.constexpr = KEY_HEADS * SHARE
     BLOCKS: tl.constexpr = VALUE // COLUMNS
+    DIRECT: tl.constexpr = STAGES == 1
     block, head = tl.program_id(0), tl.program_id(1)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     run, numbers = tl.arange(0, KEY // RUN), tl.arange(0, RUN)
     here = run[:, None, None] * RUN + numbers[None, None, :] + column[None, :, None] * KEY
-    words = table + 4 + 4 * tl.program_id(2)
-    first, slot, part, last = tl.load(words), tl.load(words + 1), tl.load(words + 2), tl.load(words + 3)
-    rows = tl.load(table)
-    for row in range(tl.program_id(2), rows, tl.num_programs(2)):
-        held = (slot.to(tl.int64) * HEADS + head) * (KEY * VALUE)
+    row = tl.program_id(2)
+    first, slot, part, last = _row(table, row, PARTS)
+    while part < last:  # a row beyond the last one has no part
+        held = (slot * HEADS + head) * (KEY * VALUE)
         state = tl.load(matrix + held + here)  # on its way while windows are kept
+        start, size = first.to(tl.int64), tl.load(table + PARTS + 2 * last - 2) - first
+        given = (
+            pair + (start * KEY_HEADS + head // SHARE) * (2 * KEY), v + (start * HEADS + head) * VALUE,
+            scalars + (start * HEADS + head) * SCALARS,
+        )  # fmt: skip
+        if DIRECT:
+            key, query, value, rate, share, cross = _read(given, 0, 1, run, numbers, column, KEY_HEADS, SHARE, VALUE)
         fresh = (tl.load(positions + first) == 0).to(tl.int32)
-        end = tl.load(table + PARTS + 2 * last - 2)  # of the row
         _keep_windows(
-            x, table, window, first, slot.to(tl.int64), fresh, part, last, head * BLOCKS + block, stride, PARTS,
+            x, table, window, first, slot, fresh, part, last, head * BLOCKS + block, stride, PARTS,
             2 * KEY_HEADS * KEY + HEADS * VALUE, TAPS, HEADS * BLOCKS,
         )  # fmt: skip
         until, write = tl.load(table + PARTS + 2 * part), tl.load(table + PARTS + 2 * part + 1)  # of the part
         state = tl.where(fresh == 0, state, 0.0)
-        start = first.to(tl.int64)
-        own_pair, own_value = pair + (start * KEY_HEADS + head // SHARE) * (2 * KEY), (start * HEADS + head) * VALUE
-        own_scalars = scalars + (start * HEADS + head) * SCALARS
-        for token in tl.range(0, end - first, num_stages=STAGES):
-            key, query, value, rate, share, cross = _token(
-                own_pair, v + own_value, own_scalars, token * (KEY_HEADS * 2 * KEY), token * (HEADS * VALUE),
-                token * (HEADS * SCALARS), run, numbers, column, KEY, RUN, STAGES == 1,
-            )  # fmt: skip
+        answers = out + (start * HEADS + head) * VALUE + column
+        for token in tl.range(0, size, num_stages=STAGES):
+            if not DIRECT:
+                key, query, value, rate, share, cross = _find(
+                    given, token, run, numbers, column, KEY_HEADS, SHARE, VALUE
+                )
             state = state * rate
             seen, answer = column_sums(state * key, state * query, LANES)
             change = (value - seen) * share
             state = state + key * change[None, :, None]
-            tl.store(out + own_value + token * (HEADS * VALUE) + column, answer + cross * change)
+            tl.store(answers + token * (HEADS * VALUE), answer + cross * change)
             if first + token + 1 == until:
                 tl.store(matrix + (write.to(tl.int64) * HEADS + head) * (KEY * VALUE) + here, state)
                 part += 1
                 until = tl.load(table + PARTS + 2 * part, mask=part < last, other=0)
                 write = tl.load(table + PARTS + 2 * part + 1, mask=part < last, other=0)
-        words += 4 * tl.num_programs(2)
-        more = row + tl.num_programs(2) < rows
-        first, slot = tl.load(words, mask=more, other=0), tl.load(words + 1, mask=more, other=0)
-        part, last = tl.load(words + 2, mask=more, other=0), tl.load(words + 3, mask=more, other=0)
+            if DIRECT:
+                key, query, value, rate, share, cross = _read(
+                    given, token + 1, size, run, numbers, column, KEY_HEADS, SHARE, VALUE
+                )
+        row += tl.num_programs(2)
+        first, slot, part, last = _row(table, row, PARTS)
 
 
 @triton.jit
