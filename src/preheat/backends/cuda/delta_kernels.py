@@ -223,7 +223,7 @@ def _read(given, token, end, run, numbers, column, KEY_HEADS: tl.constexpr, SHAR
 
 @triton.jit
 def _find(given, token, run, numbers, column, KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, VALUE: tl.constexpr):
-    """Return the numbers of :func:`_read` by whole loads, which the compiler sends through shared memory."""
+    """Return the numbers of :func:`_read` by whole loads. The compiler sends them through shared memory."""
     KEY: tl.constexpr = run.shape[0] * numbers.shape[0]
     pair, v, scalars = given
     inside = run[:, None, None] * numbers.shape[0] + numbers[None, :, None] + tl.arange(0, 2)[None, None, :] * KEY
