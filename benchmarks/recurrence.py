@@ -27,7 +27,7 @@ from torch import Tensor
 from triton.runtime.errors import TritonError
 
 from benchmarks.common.report import parser, save
-from preheat.backends.base import Backend
+from preheat.backends.base.backend import Backend
 from preheat.backends.cuda import delta
 from preheat.backends.cuda.delta import Config, CudaRecurrences
 from preheat.backends.cuda.delta_kernels import SCALARS
