@@ -248,7 +248,7 @@ class Settings:
     max_num_mixed_tokens: int | None = _schedule(
         None,
         "Maximum tokens in a step that mixes prompts and decoding, or twice the number of decoding rows if that is "
-        "more.",
+        "more; no bound while requests of a dead engine are read.",
         low=1, default_text="512 for `preheat serve`, else as in any step",
     )  # fmt: skip
     max_num_prefill_seqs: int | None = _schedule(

@@ -22,9 +22,11 @@ import zmq
 from preheat.core import Delta, Died, FromEngine, Leaving, Request, ToEngine, TokenLogprobs, Wake
 from preheat.errors import PreheatError, WireError
 from preheat.utils.heartbeat import Heartbeat
+from preheat.utils.lifeline import Lifeline
 
 _SCHEME = "ipc://"
 _REQUESTS, _DELTAS = "requests", "deltas"  # the names of the two sockets
+_LIFELINE = "lifeline"  # the name of a file beside them
 _MAX_SOCKET_PATH = 100  # the kernel's limit is 108 bytes, on some systems 104
 _RETRY_MS = 20  # between attempts to connect to an end that does not exist yet
 _LINGER_MS = 1000  # for the last message to leave before an end closes
@@ -111,9 +113,11 @@ class EngineTransport(_End):
         self._address = address
         self._decoder: msgspec.msgpack.Decoder[ToEngine] = msgspec.msgpack.Decoder(ToEngine)
         self._heartbeat: Heartbeat | None = None
+        self._lifeline: Lifeline | None = None
 
     def start_heartbeat(self, alive: Callable[[], bool] = lambda: True) -> None:
-        """Send heartbeats to the frontend from now on, while ``alive()`` is true."""
+        """Send heartbeats to the frontend from now on, while ``alive()`` is true, and let it notice a death."""
+        self._lifeline = Lifeline.hold(_lifeline(self._address))
         socket = _socket(self._context, zmq.PUSH)  # a socket belongs to one thread
         socket.connect(self._address + _DELTAS)
         beat = self._encoder.encode(Beat())
@@ -165,14 +169,21 @@ class EngineTransport(_End):
 
         Any thread may call it, as the loop may be waiting for requests.
         """
+        self._let_go()
         with suppress(zmq.ZMQError):  # the engine has left by itself
             socket = _socket(self._context, zmq.PUSH)  # a socket belongs to one thread
             socket.connect(self._address + _DELTAS)
             socket.send(msgspec.msgpack.encode(Died(WireError.of(error))))
             socket.close(_LINGER_MS)
 
+    def _let_go(self) -> None:
+        """Release the lifeline, so that the frontend reads the last messages before it notices an end."""
+        if self._lifeline is not None:
+            self._lifeline.release()
+
     def close(self) -> None:
         """Close, after the last message was sent."""
+        self._let_go()
         if self._heartbeat is not None:
             self._heartbeat.stop()
         self._context.destroy(linger=_LINGER_MS)
@@ -183,6 +194,7 @@ class FrontendTransport(_End):
 
     ``untaken`` has the ids of the requests that the engine has not taken yet, with the time when each was sent, in
     order. ``beat_at`` is the time of the last heartbeat, or None before the first. Times are monotonic seconds.
+    ``lifeline`` tells of the engine's death, where the system allows it.
     """
 
     def __init__(self) -> None:
@@ -193,6 +205,7 @@ class FrontendTransport(_End):
         self._parts = dict[int, list[TokenLogprobs | None]]()  # by sequence, until their delta comes
         self.untaken: deque[tuple[int, float]] = deque()
         self.beat_at: float | None = None
+        self.lifeline = Lifeline.create(_lifeline(self.address))
 
     def fileno(self) -> int:
         """Return a descriptor that is readable when there may be messages.
@@ -223,6 +236,8 @@ class FrontendTransport(_End):
                     for _ in range(message.count):
                         self.untaken.popleft()
                 case Beat():
+                    if self.beat_at is None and self.lifeline is not None:
+                        self.lifeline.note_held()
                     self.beat_at = time.monotonic()
                 case Part():
                     self._parts.setdefault(message.id, []).extend(message.entries)
@@ -242,6 +257,8 @@ class FrontendTransport(_End):
         return delta
 
     def close(self) -> None:
+        if self.lifeline is not None:
+            self.lifeline.close()
         self._context.destroy(linger=0)
         remove_sockets(self.address)
 
@@ -253,6 +270,10 @@ def announce_leaving(address: str) -> None:
     socket.connect(address + _DELTAS)
     socket.send(msgspec.msgpack.encode(Leaving()))
     context.destroy(linger=_LINGER_MS)
+
+
+def _lifeline(address: str) -> Path:
+    return Path(address.removeprefix(_SCHEME)) / _LIFELINE
 
 
 def remove_sockets(address: str) -> None:

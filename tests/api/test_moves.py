@@ -22,8 +22,9 @@ OPTIONS = {"engine_heartbeat_timeout_s": 1.5, "shutdown_timeout": 1.0, "log_leve
 
 
 @pytest.fixture(scope="module")
-def pair(folder: Path) -> Iterator[Server]:
-    with serving(str(folder), engine=MORTAL, data_parallel_size=2, **OPTIONS) as server:
+def pair(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    log = tmp_path_factory.mktemp("pair") / "log"
+    with serving(str(folder), engine=MORTAL, log=log, data_parallel_size=2, **OPTIONS) as server:
         yield server
 
 
@@ -94,6 +95,10 @@ def test_requests_go_on_at_another_engine(pair: Server, number: int, reason: str
     pair.wait_for_engines(2)
     assert pair.metric("engine_restarts_total", reason=reason) == restarts + 1
     assert victim not in pair.engine_pids
+    assert pair.log is not None
+    if reason == "died":
+        told = pair.log.read_text()
+        assert told.index("process dies") < told.index("process ended with status -9"), "noticed before the exit"
 
 
 def test_an_engine_that_drains_finishes_its_requests(pair: Server) -> None:

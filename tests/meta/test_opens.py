@@ -30,6 +30,7 @@ ELSEWHERE = {
     "server.replicas": "no file: a router",
     "server.batch_output": "answers are written",
     "server.process": "standard input",
+    "utils.lifeline": "memory that server and engine share, made by the server",
     "utils.trace": "a trace is written",
     "frontend.receipt_log": "receipts are written",
     "parallel.shared": "memory that ranks share, made by the engine",

@@ -14,9 +14,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from msgspec.structs import replace
 
 from preheat.cache_groups import WHOLE, cut
-from preheat.core import ResetPrefixCache, Schedule, StepResult, in_background
+from preheat.core import ResetPrefixCache, Resume, Schedule, StepResult, in_background
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.schedule import prefix as prefix_module
 from preheat.schedule.blocks import BlockPool
@@ -280,6 +281,16 @@ def test_who_decodes_is_not_held_up_for_long(mixed_tokens, chunks) -> None:
     harness.add(request(1, [2] * 12, 1))
     seen = [harness.step().extend.tolist() for _ in chunks]
     assert seen == [[1, chunk] for chunk in chunks]
+
+
+def test_requests_that_resume_are_read_in_whole_steps() -> None:
+    harness = Harness(limits(max_num_batched_tokens=16), mixed_tokens=8)
+    harness.add(request(8, [1], 20))
+    harness.step()
+    moved = (replace(request(id, [2] * 8, 20), resume=Resume([3, 3])) for id in (1, 2))
+    harness.add(*moved, request(9, [4] * 12, 1))
+    seen = [harness.step().extend.tolist() for _ in range(4)]
+    assert seen == [[1, 10, 5], [1, 1, 5, 1], [1, 1, 1, 5], [1, 1, 1, 5]], "the last ones are bounded again"
 
 
 def test_a_bound_on_mixed_steps_starves_no_request() -> None:

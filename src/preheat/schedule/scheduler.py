@@ -64,10 +64,11 @@ class Scheduler:
 
     ``padded`` is the cost of a step (see :data:`Padded`). ``defrag_threshold`` is the threshold of
     :func:`defrag.is_due` (None: never compact). A step with decoding rows has at most ``mixed_tokens`` tokens, so that
-    they do not wait for long. Without ``mixed_steps`` a step either reads prompts or decodes, prompts first (source:
-    the two phases of vLLM on Gaudi). ``cache_contents`` is the prefix cache's. ``drafting`` gives decoding rows draft
-    tokens. There are ``max_loras`` adapter slots. States are kept at the ends ``kept``. ``head`` makes a text's
-    numbers of its pooled state. Raises SettingsError for limits under which some sequence could never run.
+    they do not wait for long; the bound is off while a sequence that resumes is next in the queue. Without
+    ``mixed_steps`` a step either reads prompts or decodes, prompts first (source: the two phases of vLLM on Gaudi).
+    ``cache_contents`` is the prefix cache's. ``drafting`` gives decoding rows draft tokens. There are ``max_loras``
+    adapter slots. States are kept at the ends ``kept``. ``head`` makes a text's numbers of its pooled state. Raises
+    SettingsError for limits under which some sequence could never run.
     """
 
     def __init__(
@@ -93,6 +94,7 @@ class Scheduler:
         self._head = head
         self.limits, self.padded, self.chunked = limits, padded, enable_chunked_prefill
         self.mixed_steps, self._mixed_tokens = mixed_steps, mixed_tokens
+        self._hurries = False  # clients of moved requests have waited longest
         groups = limits.groups
         self.slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size, len(groups))
         self.pool = BlockPool(limits.num_blocks, limits.block_size)
@@ -324,6 +326,7 @@ class Scheduler:
         """Return the next step: choose its rows and allocate their blocks."""
         if self.waiting and self.running and self.running.last.yields:
             self._make_way()
+        self._hurries = self.waiting.resumes
         if self.drafting is not None:
             batch = self._last_batch()
             self.drafting.begin(int((self._due() == 1).sum()) if batch is None else len(batch.slots))
@@ -565,7 +568,7 @@ class Scheduler:
         Always enough for one more row.
         """
         most = self.limits.max_num_batched_tokens
-        if self._mixed_tokens is None or not decoding or not self.chunked:
+        if self._mixed_tokens is None or self._hurries or not decoding or not self.chunked:
             return most
         return min(most, max(self._mixed_tokens, 2 * decoding, self.padded(decoding + 1, decoding + 2, 2)))
 

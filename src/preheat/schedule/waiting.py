@@ -58,6 +58,12 @@ class WaitingQueue(dict[int, Sequence]):
         del self._heaps[adapter]
         return None
 
+    @property
+    def resumes(self) -> bool:
+        """Whether the next sequence in rank resumes, so that its client has waited longest."""
+        first = self.first()
+        return first is not None and first.rank[1] < 0
+
     def clear(self) -> None:
         super().clear()
         self._heaps.clear()

@@ -50,12 +50,15 @@ class Process(Protocol):
         """The way of the messages."""
         ...
 
-    def watch(self, on_message: Callable[[], None], on_exit: Callable[[int], None]) -> None:
-        """Call ``on_message`` when there may be messages, ``on_exit`` when the engine is gone."""
+    def watch(self, on_message: Callable[[], None], on_exit: Callable[[int | None], None]) -> None:
+        """Call ``on_message`` when there may be messages, ``on_exit`` with a status when the engine is gone.
+
+        ``on_exit(None)`` may come before: the engine dies, and sends no more messages.
+        """
         ...
 
-    def said(self, code: int) -> str:
-        """Return in words how the engine has ended."""
+    def said(self, code: int | None) -> str:
+        """Return in words how the engine has ended, or that it dies."""
         ...
 
     def kill(self) -> None:

@@ -97,7 +97,7 @@ class Pod:
         self._watching: asyncio.Task[None] | None = None
         self._notified = False
 
-    def said(self, code: int) -> str:
+    def said(self, code: int | None) -> str:
         """Return in words why the member ended."""
         return f"The pod {self._calls} is lost: {self._why or 'it was given up'}"
 

@@ -22,6 +22,7 @@ import msgspec
 from preheat.core import Drain
 from preheat.settings import Settings
 from preheat.transport import FrontendTransport, announce_leaving, remove_sockets
+from preheat.utils.lifeline import Lifeline
 
 ENGINE = "preheat.startup:run_engine"
 """The child's entry, as ``module:function``; called with the settings and the transport's address."""
@@ -52,21 +53,39 @@ class EngineProcess:
             self._stdin.write(msgspec.json.encode(settings) + b"\n")
             self._stdin.flush()
 
-    def watch(self, on_message: Callable[[], None], on_exit: Callable[[int], None]) -> None:
-        """Call ``on_message`` when there may be messages, ``on_exit`` when the child exits."""
+    def watch(self, on_message: Callable[[], None], on_exit: Callable[[int | None], None]) -> None:
+        """Call ``on_message`` when there may be messages, ``on_exit`` when the child exits.
+
+        The child exits when its memory is free; ``on_exit(None)`` comes before, if it dies without a message.
+        """
         loop = asyncio.get_running_loop()
         loop.add_reader(self.transport.fileno(), on_message)
         loop.call_soon(on_message)  # earlier messages cause no further edge
 
-        def wait() -> None:
-            code = self._child.wait()
+        def tell(code: int | None) -> None:
             if not loop.is_closed():
                 loop.call_soon_threadsafe(on_exit, code)
 
+        def wait_for_death(lifeline: Lifeline) -> None:
+            if lifeline.died():
+                tell(None)
+
+        def wait() -> None:
+            code = self._child.wait()
+            if lifeline is not None:
+                lifeline.close()
+                death.join()  # so that the death is told first
+            tell(code)
+
+        if (lifeline := self.transport.lifeline) is not None:
+            death = threading.Thread(target=wait_for_death, args=[lifeline], daemon=True, name="engine-death")
+            death.start()
         threading.Thread(target=wait, daemon=True, name="engine-exit").start()
 
-    def said(self, code: int) -> str:
-        """Return in words how the child has ended, with status ``code``."""
+    def said(self, code: int | None) -> str:
+        """Return in words how the child has ended, with status ``code``, or that it dies."""
+        if code is None:
+            return "The engine's process dies"
         killed = ": it was killed, perhaps because the machine ran out of memory" if code == -signal.SIGKILL else ""
         return f"The engine's process ended with status {code}{killed}"
 

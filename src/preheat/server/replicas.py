@@ -150,16 +150,17 @@ class Replicas:
         """Return ``said`` with the replica's number before it if there are several."""
         return said if len(self.members) == 1 else f"Engine {replica} of {len(self.members)}: {said}"
 
-    def watch(self, on_message: Callable[[], None], on_exit: Callable[[int, int], None]) -> None:
+    def watch(self, on_message: Callable[[], None], on_exit: Callable[[int, int | None], None]) -> None:
         """Call back for messages and exits of the replicas.
 
-        ``on_message`` is called when there may be messages, ``on_exit`` with a replica and its status.
+        ``on_message`` is called when there may be messages, ``on_exit`` with a replica and its status,
+        before with None if the replica dies and has not exited yet.
         """
 
         def watched(member: EngineMember) -> None:
             epoch = member.epoch
 
-            def exited(code: int) -> None:
+            def exited(code: int | None) -> None:
                 if member.epoch == epoch:
                     on_exit(member.number, code)
 

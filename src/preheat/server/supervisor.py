@@ -49,6 +49,7 @@ class Supervisor:
         self.boot_error: PreheatError | None = None
         """The error that kept the server from becoming ready, if any."""
         self._frontend: Frontend | None = None
+        self._dying = set[int]()  # replicas that have died and have not exited yet
         self._stopping = False
 
     async def run(self, warm_up: WarmUpFrontend | None) -> None:
@@ -113,15 +114,26 @@ class Supervisor:
         if any(watch.behind for watch in self._watches):
             asyncio.get_running_loop().call_soon(self._receive)
 
-    def _exited(self, replica: int, code: int) -> None:
-        if self._stopping:
+    def _exited(self, replica: int, code: int | None) -> None:
+        """Let the requests of a replica go on elsewhere, and start it again once it has exited.
+
+        Without a status it dies, and may take seconds to exit: then only others can help.
+        """
+        if self._stopping or (code is None and not set(self._replicas.takers) - {replica}):
             return
         self._receive()  # its last message may still be on its way
         while self._watches[replica].behind:
             self._receive()
-        said = self._replicas.members[replica].process.said(code)
-        self._fleet.fall(replica, EngineDead(self._replicas.named(replica, said)), "died")
-        self._fleet.restart(replica)
+        member = self._replicas.members[replica]
+        said = self._replicas.named(replica, member.process.said(code))
+        if code is not None and replica in self._dying:
+            logger.error("%s", said)  # the requests have gone on already
+            self._dying.discard(replica)
+        elif code is None and member.alive:
+            self._dying.add(replica)
+        self._fleet.fall(replica, EngineDead(said), "died")
+        if code is not None:
+            self._fleet.restart(replica)
 
     def _die(self, error: PreheatError) -> None:
         if self._service.dead is not None:
