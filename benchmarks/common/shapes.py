@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.checkpoint import write_checkpoint
+from benchmarks.common.families import FAMILIES, scaled_down
 from preheat.model.files import BUNDLED, BUNDLED_PATH, read_config
 
 HYBRID: dict[str, Any] = {
@@ -166,6 +167,7 @@ SHAPES: dict[str, dict[str, Any]] = {
         "bos_token_id": 1,
         "eos_token_id": 2,
     },
+    **FAMILIES,
 }
 """The published config of each model. One more entry here is one more ``--shape``.
 
@@ -257,7 +259,7 @@ def engine_options(
 ) -> dict[str, Any]:
     """Return options for an engine of ``shape``, quantized as ``number_format`` of ``FORMATS``, if given.
 
-    Its config is written into ``folder``.
+    Its config is written into ``folder``; with ``tiny``, scaled down.
     """
     defaults = ENGINE | (SMALL_ENGINE if tiny else {})
     if number_format == "fp8":
@@ -266,25 +268,29 @@ def engine_options(
         return defaults | {"model": BUNDLED, "max_model_len": min(2048, defaults["max_model_len"])} | given
     folder.mkdir(parents=True, exist_ok=True)
     stored = FORMATS.get(number_format or "")
-    config = SHAPES[shape] | ({"quantization_config": stored} if stored else {})
+    config = config_of(shape, tiny=tiny) | ({"quantization_config": stored} if stored else {})
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return defaults | {"model": str(folder), "load_format": "dummy"} | given
 
 
-def with_weights(shape: str, options: dict[str, Any]) -> dict[str, Any]:
+def with_weights(options: dict[str, Any]) -> dict[str, Any]:
     """Return ``options`` for a checkpoint on disk, written beside the config."""
-    write_checkpoint(SHAPES[shape], Path(options["model"]))
+    folder = Path(options["model"])
+    write_checkpoint(read_config(folder), folder)
     return options | {"load_format": "safetensors"}
 
 
-def config_of(shape: str) -> dict[str, Any]:
-    """Return the config.json of ``shape``, one of ``CHOICES``."""
-    return SHAPES.get(shape) or read_config(BUNDLED_PATH)
+def config_of(shape: str, *, tiny: bool = False) -> dict[str, Any]:
+    """Return the config.json of ``shape``, one of ``CHOICES``; with ``tiny``, scaled down where it is not bundled."""
+    config = SHAPES.get(shape)
+    if config is None:
+        return read_config(BUNDLED_PATH)
+    return scaled_down(config) if tiny else config
 
 
-def vocabulary(shape: str) -> int:
+def vocabulary(shape: str, *, tiny: bool = False) -> int:
     """Return the number of tokens that the model knows."""
-    return int(config_of(shape)["vocab_size"])
+    return int(config_of(shape, tiny=tiny)["vocab_size"])
 
 
 def long_answer(sizes: Sizes, rows: int, context: int) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.common import table
+from benchmarks.common import arithmetic, table
 from benchmarks.common.process import flags
 from benchmarks.common.report import Clock, PartReport, read_parts
 from benchmarks.common.shapes import (
@@ -96,7 +96,8 @@ def main(words: Sequence[str]) -> int:
         failed = False
     else:
         failed = _spread(groups, own, flags(values), clock)
-    print(table.render(own.name, read_parts(_path(own))))
+    parts = read_parts(_path(own))
+    print(table.render(own.name, parts) + arithmetic.render(parts))
     return int(failed)
 
 
@@ -139,11 +140,11 @@ def _measure(group: tuple[str, ...], own: argparse.Namespace, given: dict[str, A
         options = engine_options(own.shape, given, Path(folder), tiny=own.tiny, number_format=own.format)
         if group == ("startup",):
             name = "startup from files" if own.checkpoint else "startup"
-            options = with_weights(own.shape, options) if own.checkpoint else options
+            options = with_weights(options) if own.checkpoint else options
             with _folder(own.caches) as kept:
                 startup(_report(name, own, options), options, kept, clock)
         elif group == ("serve",):
-            serve(_report("serve", own, options), options, sizes, vocabulary(own.shape), clock)
+            serve(_report("serve", own, options), options, sizes, vocabulary(own.shape, tiny=own.tiny), clock)
         else:
             if group == ("long",):
                 options |= {"max_model_len": long_length(sizes)}
@@ -156,7 +157,7 @@ def _offline(
     from benchmarks.suite.offline import Offline
     from preheat.llm import LLM
 
-    offline = Offline(LLM(**options), sizes, vocabulary(own.shape), clock)
+    offline = Offline(LLM(**options), sizes, vocabulary(own.shape, tiny=own.tiny), clock)
     for part in group:
         getattr(offline, part)(_report(part, own, options))
 

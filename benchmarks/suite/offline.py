@@ -9,6 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, Self
 
+from benchmarks.common.arithmetic import EAGER_STEPS, limits, touched_by_step
+from benchmarks.common.decoding import DecodingRows
 from benchmarks.common.report import Clock, PartReport
 from benchmarks.common.shapes import FULL, TINY, Sizes, engine_options, long_answer, vocabulary
 from benchmarks.suite.first import REPEATS, SETTINGS, ratio_row
@@ -42,7 +44,7 @@ class Offline:
         """
         with tempfile.TemporaryDirectory() as folder:
             llm = LLM(**engine_options(shape, options, Path(folder), tiny=tiny, number_format=number_format))
-        return cls(llm, TINY if tiny else FULL, vocabulary(shape), Clock(float("inf")))
+        return cls(llm, TINY if tiny else FULL, vocabulary(shape, tiny=tiny), Clock(float("inf")))
 
     def prompt(self, length: int) -> list[int]:
         """Return random token ids; the same ones in every run."""
@@ -81,6 +83,7 @@ class Offline:
                 report.leave_out(f"batch {batch}", "max_num_seqs is lower")
             elif not self._late(report, f"batch {batch}", 3 + batch / 20):
                 report.put(round(self._between_tokens(batch), 3), "itl_ms", str(batch))
+                report.put(self._arithmetic(batch), "arithmetic", str(batch))
         sizes = self.sizes
         self.seconds([self.prompt(sizes.prompt)], greedy(1))
         best = min(self.seconds([self.prompt(sizes.prompt)], greedy(1)) for _ in range(3))
@@ -139,6 +142,12 @@ class Offline:
         best(8, 1)
         short = best(2, 3)
         return (best(2 + sizes.steps, 2) - short) / sizes.steps * 1e3
+
+    def _arithmetic(self, batch: int) -> dict[str, Any]:
+        """Return the least bytes and time of a step in the middle of the measured answers, and its experts."""
+        spec, sizes = self.llm.loop.executor.decoder.spec, self.sizes
+        rows = DecodingRows(self.llm, self.vocabulary, batch, sizes.context, EAGER_STEPS, temperature=0.0)
+        return limits(spec, batch, sizes.context + sizes.steps // 2, touched_by_step(self.llm, rows))
 
     def _reading(self, prompts: int, length: int) -> float:
         """Return the prompt tokens read in a second."""

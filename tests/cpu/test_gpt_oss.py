@@ -14,6 +14,8 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from benchmarks.common.arithmetic import EAGER_STEPS, touched_by_step
+from benchmarks.common.decoding import DecodingRows
 from preheat import LLM
 from preheat.backends.cpu.decode_attention import DecodeAttention
 from preheat.backends.cpu.paged_attention import PagedAttention
@@ -107,6 +109,9 @@ def test_logits_are_those_of_transformers_however_they_are_computed(
         assert error(found, prompt, own.reference) <= 1e-5
     assert differing(run(llm, prompts()[::-1])[::-1], together) == 0
     assert llm.loop.scheduler.stats().prefix_hits > 0
+    touched = touched_by_step(llm, DecodingRows(llm, VOCAB, 2, 20, EAGER_STEPS, temperature=0.0))
+    count, top_k = MODELS["gpt-oss"][1]["num_local_experts"], MODELS["gpt-oss"][1]["num_experts_per_tok"]
+    assert touched is None if mode == "llvm" else touched is not None and top_k <= touched <= count
     cold = LLM(str(own.folder), **options | {"enable_prefix_caching": False, "max_num_batched_tokens": 384})
     assert differing([run(cold, [prompt])[0] for prompt in prompts()], together) == 0
 

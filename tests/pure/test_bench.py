@@ -12,8 +12,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks import invariance_cost
-from benchmarks.common import table
+from benchmarks.common import arithmetic, table
 from benchmarks.common.client import Client, Served, quantile, summary
+from benchmarks.common.families import scaled_down
 from benchmarks.common.machine import ROOT
 from benchmarks.common.process import environment, flags
 from benchmarks.common.report import Clock, PartReport, read_parts
@@ -25,6 +26,7 @@ from benchmarks.suite.first import SETTINGS, ratio_row
 from preheat import cli
 from preheat.cli import main
 from preheat.model.families import read_spec
+from preheat.plan.cost import ModelSizes
 from preheat.settings import Settings
 
 
@@ -82,6 +84,36 @@ def test_shapes_are_models_that_run_and_long_contexts_fit():
             assert context + long_answer(sizes, rows, context) <= long_length(sizes)
             assert long_answer(sizes, rows, context) > rows * context / 8192 + sizes.steps  # steps of reading at most
     assert long_length(FULL) <= read_spec(SHAPES["llama-3.1-8b"]).max_position_embeddings
+
+
+def test_a_smoke_test_runs_each_shape_scaled_down_with_all_kinds_of_layers():
+    for name, config in SHAPES.items():
+        whole, small = read_spec(config), read_spec(scaled_down(config))
+        assert ModelSizes.of(small).read_by(256) < 1e8 < ModelSizes.of(whole).read_by(1), name
+        for kind in (lambda layer: layer.attention.kv.latent, lambda layer: layer.attention.window is None,
+                     lambda layer: type(layer.mlp)):  # fmt: skip
+            assert {kind(layer) for layer in small.layers} == {kind(layer) for layer in whole.layers}, name
+
+
+def test_the_least_of_a_step_counts_experts_windows_and_each_weight_once():
+    """By hand, from the published sizes; fewer visited experts are fewer bytes."""
+    spec = read_spec(SHAPES["gpt-oss-20b"])
+    found = arithmetic.step_bytes(spec, 32, 1000)
+    projections = 2880 * (64 + 8 + 8) * 64 + 64 * 64 * 2880 + 32 * 2880
+    assert found["weights"] == pytest.approx(2 * (24 * projections + 201088 * 2880), rel=1e-3)
+    assert found["experts"] == pytest.approx(24 * 32 * 3 * 2880**2 * (1 / 2 + 4 / 32) * (1 - (7 / 8) ** 32), rel=1e-3)
+    assert found["cache"] == 32 * 12 * (1000 + 128) * 2 * 8 * 64 * 2
+    few = arithmetic.limits(spec, 32, 1000, touched=8.0)
+    assert few["experts"] == {"of": 32, "equal_chances": 31.6, "counted": 8.0}
+    sheet = next(iter(arithmetic.SPEEDS))
+    assert few["ms"][sheet] == pytest.approx(sum(found.values()) / 4.8e9, rel=1e-3)
+    assert few["ms_of_counted"][sheet] < few["ms"][sheet] / 2
+    parts = {"latency": {"figures": {"itl_ms": {"32": 9.0}, "arithmetic": {"32": few}}}}
+    text = arithmetic.render(parts)
+    assert (
+        "31.6 of 32 by equal chances, counted 8" in text and f"measured {9 / few['ms_of_counted'][sheet]:.2f}" in text
+    )
+    assert arithmetic.render({}) == ""
 
 
 def test_options_survive_the_command_line(tmp_path):
