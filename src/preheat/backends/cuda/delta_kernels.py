@@ -41,6 +41,12 @@ def log2(number):
     return number.bit_length() - 1
 
 
+@constexpr_function
+def _wide(number):
+    """Return the least power of two that is no less than ``number``."""
+    return 1 << (number - 1).bit_length()
+
+
 @triton.jit
 def halves(x):
     """Return the sum of x [rows, numbers] over numbers: the first half plus the second half, until one is left."""
@@ -107,17 +113,20 @@ def silu(x):
 
 
 @triton.jit
-def _convolved(x, window, taps, token, place, slot, fresh, channel, stride, CHANNELS: tl.constexpr, TAPS: tl.constexpr):
-    """Return the convolution of ``channel`` [n] at a token, fp32 with its activation; place counts from the row."""
+def _convolved(
+    x, window, taps, token, place, slot, fresh, channel, wanted, stride, CHANNELS: tl.constexpr, TAPS: tl.constexpr
+):
+    """Return the convolution of ``channel`` [n] at a token, fp32 with its activation; place counts from the row.
+
+    Only ``wanted`` channels are read.
+    """
     found = tl.zeros(channel.shape, tl.float32)
-    for tap in tl.static_range(TAPS):
+    for tap in tl.static_range(TAPS):  # masks in place of branches: loads of all taps are under way at once
         at = place - (TAPS - 1) + tap
-        if at >= 0:
-            given = tl.load(x + (token - (TAPS - 1) + tap) * stride + channel)
-        else:
-            kept = window + (slot * (TAPS - 1) + at + TAPS - 1) * CHANNELS + channel
-            given = tl.load(kept, mask=(channel >= 0) & (fresh == 0), other=0.0)
-        product = given.to(tl.float32) * tl.load(taps + channel * TAPS + tap)
+        given = tl.load(x + (token - (TAPS - 1) + tap) * stride + channel, mask=wanted & (at >= 0), other=0.0)
+        kept = window + (slot * (TAPS - 1) + at + TAPS - 1) * CHANNELS + channel
+        given = tl.where(at >= 0, given, tl.load(kept, mask=wanted & (at < 0) & (fresh == 0), other=0.0))
+        product = given.to(tl.float32) * tl.load(taps + channel * TAPS + tap, mask=wanted, other=0.0)
         if tap == 0:
             found = product
         else:
@@ -147,28 +156,29 @@ def prepare(
     slot, fresh = tl.load(table + 5 + 4 * row).to(tl.int64), (tl.load(positions + first) == 0).to(tl.int32)
     HEADS: tl.constexpr = KEY_HEADS * SHARE
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE
-    place, keys, values = token - first, tl.arange(0, KEY), tl.arange(0, VALUE)
-    given = (x, window, taps, token, place, slot, fresh)
-    query = _unit(_convolved(*given, head * KEY + keys, stride, CHANNELS, TAPS)) * factor
-    key = _unit(_convolved(*given, (KEY_HEADS + head) * KEY + keys, stride, CHANNELS, TAPS))
-    at = pair + (token * KEY_HEADS + head) * (2 * KEY) + tl.load(order + keys)
-    tl.store(at, key)
-    tl.store(at + KEY, query)
+    OWN: tl.constexpr = SHARE * VALUE
+    keys, values, shares = tl.arange(0, KEY), tl.arange(0, _wide(OWN)), tl.arange(0, _wide(SHARE))
+    own, real, inside = head * SHARE + shares, shares < SHARE, values < OWN
+    at = x + token * stride + CHANNELS + HEADS * VALUE + own
+    b, a = tl.load(at, mask=real, other=0.0).to(tl.float32), tl.load(at + HEADS, mask=real, other=0.0).to(tl.float32)
+    a, rates = a + tl.load(bias + own, mask=real, other=0.0), tl.load(rate + own, mask=real, other=0.0)
+    turned = (token * KEY_HEADS + head) * (2 * KEY) + tl.load(order + keys)
+    given = (x, window, taps, token, token - first, slot, fresh)
+    query = _unit(_convolved(*given, head * KEY + keys, keys >= 0, stride, CHANNELS, TAPS)) * factor
+    key = _unit(_convolved(*given, (KEY_HEADS + head) * KEY + keys, keys >= 0, stride, CHANNELS, TAPS))
+    value = _convolved(*given, 2 * KEY_HEADS * KEY + head * OWN + values, inside, stride, CHANNELS, TAPS)
+    small = tl.exp(tl.minimum(a, 20.0))
+    more = 1.0 + small
+    soft = tl.where(more == 1.0, small, tl.log(more) * small / tl.where(more == 1.0, 1.0, more - 1.0))
+    soft = tl.where(a > 20.0, a, soft)
+    tl.store(pair + turned, key)
+    tl.store(pair + KEY + turned, query)
+    tl.store(v + token * (HEADS * VALUE) + head * OWN + values, value, mask=inside)
+    found = scalars + (token * HEADS + own) * SCALARS
+    tl.store(found + DECAY, tl.exp(soft * rates), mask=real)
+    tl.store(found + BETA, 1.0 / (1.0 + tl.exp(-b)), mask=real)
     cross = tl.sum(halves(tl.reshape(key * query, [1, KEY])), 0)
-    for other in tl.static_range(SHARE):
-        own = head * SHARE + other
-        channel = 2 * KEY_HEADS * KEY + own * VALUE + values
-        tl.store(v + (token * HEADS + own) * VALUE + values, _convolved(*given, channel, stride, CHANNELS, TAPS))
-        given_b = x + token * stride + CHANNELS + HEADS * VALUE + own
-        found = scalars + (token * HEADS + own) * SCALARS
-        tl.store(found + BETA, 1.0 / (1.0 + tl.exp(-tl.load(given_b).to(tl.float32))))
-        tl.store(found + CROSS, cross)
-        a = tl.load(given_b + HEADS).to(tl.float32) + tl.load(bias + own)
-        small = tl.exp(tl.minimum(a, 20.0))
-        more = 1.0 + small
-        soft = tl.where(more == 1.0, small, tl.log(more) * small / tl.where(more == 1.0, 1.0, more - 1.0))
-        soft = tl.where(a > 20.0, a, soft)
-        tl.store(found + DECAY, tl.exp(soft * tl.load(rate + own)))
+    tl.store(found + CROSS, cross + tl.zeros(shares.shape, tl.float32), mask=real)
 
 
 @triton.jit
@@ -178,8 +188,8 @@ def _keep_windows(
 ):  # fmt: skip
     """Write the last inputs of a row's parts to their slots, for the channels of a ``unit`` of work."""
     OWN: tl.constexpr = (CHANNELS + UNITS - 1) // UNITS
-    WIDE: tl.constexpr = triton.next_power_of_2(OWN)
-    HIGH: tl.constexpr = triton.next_power_of_2(TAPS - 1)
+    WIDE: tl.constexpr = _wide(OWN)
+    HIGH: tl.constexpr = _wide(TAPS - 1)
     tap, wide = tl.arange(0, HIGH)[:, None], tl.arange(0, WIDE)[None, :]
     channel = unit * OWN + wide
     inside = (tap < TAPS - 1) & (wide < OWN) & (channel < CHANNELS)
