@@ -1,16 +1,20 @@
-"""Receipts: answers replayed on another boot and with other ranks, and the cost of digests.
+"""Receipts: answers replayed on other boots and ranks, flipped bits, and the cost.
 
-    python -m benchmarks receipts [--answers 1000] [--tokens 16] [--rows 1 256] [--seed 0]
+    python -m benchmarks receipts [--answers 1000] [--tokens 16] [--bits 20] [--cost bundled:1 bundled:256 ...]
 
 A server with ``--receipts-log`` answers requests of all kinds of ``benchmarks chaos``. ``preheat replay`` gives each
 answer again on a boot of its own with one rank, and on one with two. A server with two ranks then answers, and one rank
-replays. The cost is the time of a batch with receipts over the time without, in turns, the least of each.
+replays. Single bits are flipped in weights, scales, an adapter, prompts and seeds
+(:mod:`benchmarks.common.planted_bits`). The cost is the processor time of answers with receipts over the time without,
+in pairs.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import json
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -20,13 +24,16 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.chaos import mixed, normal, together
+from benchmarks.common.planted_bits import planted
 from benchmarks.common.process import environment, flags, serving
 from benchmarks.common.report import parser, save
+from benchmarks.common.shapes import CHOICES, SHAPES
+from preheat import LLM, SamplingParams
 
-AT_ONCE, TURNS = 32, 15
+AT_ONCE, LEAST_PAIRS = 32, 5
 ENGINE: dict[str, Any] = {
     "num_threads": 1, "kv_cache_memory_bytes": 128 << 20, "max_num_seqs": 64, "tp_invariant": True,
-    "execution_mode": "eager", "skip_warmup": True, "boot_check": "off", "log_level": "error",
+    "skip_warmup": True, "boot_check": "off", "log_level": "error",
     "enable_auto_tool_choice": True, "tool_call_parser": "hermes",
 }  # fmt: skip
 
@@ -56,30 +63,65 @@ def replayed(log: Path, ranks: int) -> dict[str, Any]:
             "seconds": round(time.monotonic() - began, 1), "differing": differing}  # fmt: skip
 
 
-def cost(rows: int, tokens: int = 64) -> dict[str, Any]:
-    """Return the time of a batch of ``rows`` with receipts and without, in turns."""
-    from preheat import LLM, SamplingParams
+def engine_of(shape: str, rows: int, folder: Path) -> LLM:
+    """Return an engine of ``shape`` for ``rows`` requests at a time, with random weights unless it is bundled."""
+    options: dict[str, Any] = {"model": "bundled"}
+    if shape in SHAPES:
+        (folder / "config.json").write_text(json.dumps(SHAPES[shape]), encoding="utf-8")
+        options = {"model": str(folder), "load_format": "dummy", "skip_tokenizer_init": True}
+    return LLM(**options, num_threads=1, max_num_seqs=rows, max_model_len=256, boot_check="off", skip_warmup=True,
+               on_cold="off", log_level="error", kv_cache_memory_bytes=512 << 20)  # fmt: skip
 
-    llm = LLM("bundled", num_threads=1, max_num_seqs=rows, max_model_len=256, boot_check="off", skip_warmup=True)
-    prompts: list[Any] = [{"prompt_token_ids": [5 + row % 200, 7]} for row in range(rows)]
-    best = dict.fromkeys((False, True), float("inf"))
-    for turn in range(2 * TURNS):
-        receipt = turn % 2 == 1
-        params = SamplingParams(temperature=1, seed=1, max_tokens=tokens, ignore_eos=True, receipt=receipt)
-        began = time.process_time()
-        llm.generate(prompts, params, use_tqdm=False)
-        best[receipt] = min(best[receipt], time.process_time() - began)
-    plain, receipts = (best[each] * 1e3 / tokens for each in (False, True))
-    percent = round((receipts / plain - 1) * 100, 2)
-    return {"rows": rows, "plain_ms": round(plain, 3), "receipt_ms": round(receipts, 3), "percent": percent}
+
+def cost(shape: str, rows: int, seconds: float) -> dict[str, Any]:
+    """Return the processor time of answers with receipts over the time without, in pairs for about ``seconds``.
+
+    The first of a pair has no receipts, then the first of the next pair has them, and so on. ``percent`` is the median
+    over the pairs, ``quartiles`` are those of the pairs.
+    """
+    tokens = 64 if rows == 1 else 16
+    with tempfile.TemporaryDirectory() as folder:
+        llm = engine_of(shape, rows, Path(folder))
+        prompts: list[Any] = [{"prompt_token_ids": [5 + row % 200, 7]} for row in range(rows)]
+
+        def turn(receipt: bool) -> float:
+            params = SamplingParams(temperature=1, seed=1, max_tokens=tokens, ignore_eos=True, receipt=receipt)
+            began = time.process_time()
+            llm.generate(prompts, params, use_tqdm=False)
+            return (time.process_time() - began) / tokens * 1e3
+
+        turn(False), turn(True)
+        pairs, end = list[dict[bool, float]](), time.monotonic() + seconds
+        while len(pairs) < LEAST_PAIRS or time.monotonic() < end:
+            first = len(pairs) % 2 == 1
+            pairs.append({each: turn(each) for each in (first, not first)})
+    shares = [(each[True] / each[False] - 1) * 100 for each in pairs]
+    more = [(each[True] - each[False]) * 1e3 for each in pairs]
+    low, _, high = statistics.quantiles(shares, n=4)
+    return {
+        "shape": shape, "rows": rows, "pairs": len(pairs),
+        "plain_ms": round(statistics.median(each[False] for each in pairs), 3),
+        "more_us": round(statistics.median(more), 1), "percent": round(statistics.median(shares), 2),
+        "quartiles": [round(low, 2), round(high, 2)],
+    }  # fmt: skip
+
+
+def measured(words: str) -> tuple[str, int]:
+    """Return the shape and the rows that SHAPE:ROWS names."""
+    shape, _, rows = words.partition(":")
+    if shape not in CHOICES or not rows.isdigit():
+        raise argparse.ArgumentTypeError(f"{words} is no SHAPE:ROWS; shapes are {', '.join(CHOICES)}")
+    return shape, int(rows)
 
 
 def main(words: Sequence[str]) -> None:
     flag = parser(__doc__, __name__)
     flag.add_argument("--answers", type=int, default=1000)
     flag.add_argument("--tokens", type=int, default=16)
-    flag.add_argument("--rows", type=int, nargs="*", default=[1, 256])
     flag.add_argument("--seed", type=int, default=0)
+    flag.add_argument("--bits", type=int, default=20, help="flipped bits of each kind")
+    flag.add_argument("--cost", type=measured, nargs="*", default=[("bundled", 1), ("bundled", 256), ("qwen3-0.6b", 1)])
+    flag.add_argument("--seconds", type=float, default=40.0, help="of each cost")
     args = flag.parse_args(words)
     figures: dict[str, Any] = {"answers": args.answers, "tokens": args.tokens, "seed": args.seed, "replays": {}}
     with tempfile.TemporaryDirectory() as folder:
@@ -90,8 +132,10 @@ def main(words: Sequence[str]) -> None:
                 for other in others:
                     figures["replays"][f"{ranks} to {other}"] = found = replayed(log, other)
                     print(f"answers of {ranks} ranks by {other}:", found, flush=True)
-    figures["cost"] = [cost(rows) for rows in args.rows]
+    figures["bits"] = planted(args.bits, args.seed) if args.bits else {}
+    figures["cost"] = [cost(shape, rows, args.seconds) for shape, rows in args.cost]
     print(json.dumps(figures))
     print(save("receipts", figures))
-    if any(each["equal"] < each["receipts"] or not each["receipts"] for each in figures["replays"].values()):
+    unequal = any(each["equal"] < each["receipts"] or not each["receipts"] for each in figures["replays"].values())
+    if unequal or any(each["found"] < each["planted"] for each in figures["bits"].values()):
         sys.exit(1)

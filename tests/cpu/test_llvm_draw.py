@@ -20,6 +20,7 @@ from preheat.backends.cpu.llvm.emit import INT, LANES, LONG, POINTER, WORDS
 from preheat.backends.cpu.llvm.machine import Code, compile_code
 from preheat.backends.cpu.llvm.sampler import Draws
 from preheat.backends.cpu.sampler import CpuSampler
+from preheat.ops.digest import row_digests
 from preheat.ops.order import best_ids
 from preheat.ops.philox import _gumbel
 from preheat.ops.sampler import HostSampler
@@ -188,3 +189,19 @@ def test_other_best_tokens_are_seen(fault, monkeypatch):
 def test_noise_of_another_key_is_seen(monkeypatch):
     monkeypatch.setattr("preheat.backends.cpu.llvm.draw._KEY_STEPS", (0x9E3779B9, 0xBB67AE87))
     assert differing(Draws(ROWS, None), 20, seed=0) > 0
+
+
+@pytest.mark.parametrize("vocab", [1, 15, 16, 1003])
+def test_digests_are_the_digests_of_the_definition(draws, vocab):
+    wide = torch.from_numpy(np.random.default_rng(vocab).standard_normal((5, vocab + 3)).astype(np.float32))
+    wide[1, 0], wide[2, vocab - 1], wide[3, 0] = float("nan"), float("-inf"), -0.0
+    rows = wide[1:, :vocab]  # a part of a larger matrix
+    assert torch.equal(draws.row_digests(rows), row_digests(rows.contiguous()))
+    found = draws.row_digests(rows).tolist()
+    for at in {0, vocab // 2, vocab - 1}:  # control: one bit of one word
+        rows.view(torch.int32)[2, at] ^= 1
+        changed = draws.row_digests(rows).tolist()
+        assert [one == other for one, other in zip(found, changed, strict=True)] == [True, True, False, True]
+        rows.view(torch.int32)[2, at] ^= 1
+    with pytest.raises(ValueError, match="expected float32 logits in contiguous rows"):
+        draws.row_digests(rows.double())

@@ -78,7 +78,7 @@ def written(llm: LLM) -> set[str]:
 def listed(llm: LLM, functions: Sequence[Function]) -> set[str]:
     """Return the names in the code that stand for ``functions`` of the plan."""
     found = {llm.loop.executor.build_function(*each) for each in functions}
-    names = {"embed": EMBEDS, "draw": ("draw", "pick", "best"), "alone": ("alone0",)}
+    names = {"embed": EMBEDS, "draw": ("draw", "pick", "best", "digest"), "alone": ("alone0",)}
     return {name for each in found for name in names.get(each, (each,))}
 
 

@@ -146,6 +146,12 @@ def test_the_command_reads_a_log_and_an_answer(
     answer.write_bytes(msgspec.json.encode(changed_token(receipts[0])))
     with pytest.raises(SettingsError, match="its chain does not belong to its tokens and digests"):
         replay.read_receipts(str(answer))
+    for change in ("prompt", "seed"):
+        answer.write_bytes(msgspec.json.encode(CHANGES[change][0](receipts[2])))
+        with pytest.raises(SettingsError, match="does not belong to its contract, request and adapter"):
+            replay.read_receipts(str(answer))
+    answer.write_bytes(msgspec.json.encode(replace(CHANGES["seed"][0](receipts[2]), asked="")))
+    assert len(replay.read_receipts(str(answer))) == 1  # control: a receipt of an earlier version
     for text in ("", "[]", "{}", '{"digests": 3}', "\ud800".encode("utf-8", "surrogatepass")):
         answer.write_bytes(text if isinstance(text, bytes) else text.encode())
         with pytest.raises(SettingsError):

@@ -10,7 +10,7 @@ import msgspec
 
 from preheat.core import Request
 from preheat.errors import InvalidRequest
-from preheat.frontend.receipt import Proof, Receipt, chain_of
+from preheat.frontend.receipt import Proof, Receipt, asked_digest, chain_of
 from preheat.frontend.receipt_log import ReceiptLog
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.utils.contract import Contract
@@ -56,6 +56,7 @@ class Receipts:
             finish_reason=str(choice.finish_reason),
             digests=base64.b64encode(struct.pack(f"<{len(digests)}q", *digests)).decode(),
             chain=chain_of(choice.token_ids, digests),
+            asked=asked_digest(proof.contract, proof.request, proof.adapter),
             mixed=proof.contract != contract,
         )
         if self.log is not None:

@@ -32,7 +32,7 @@ def row_digests(logits: Tensor) -> Tensor:
 
 def check_logits(logits: Tensor) -> None:
     """Raise ValueError for anything but fp32 in contiguous rows."""
-    if logits.dtype != torch.float32 or (len(logits) and logits.stride(1) != 1):
+    if logits.dtype != torch.float32 or (logits.stride(1) != 1 and logits.shape[0]):
         raise ValueError(f"expected float32 logits in contiguous rows, got {logits.dtype}, strides {logits.stride()}")
 
 

@@ -308,7 +308,7 @@ class LogitWatcher:
     def look(self, logits: Tensor, batch: InputBatch) -> None:
         """See :data:`preheat.execution.executor.LogitWatch`."""
         rows, positions = batch.schedule.sampled()
-        digests = self._backend.row_digests(logits)
+        digests = self._backend.row_digests(logits).clone()  # they are valid until the next call
         self._seen.append((batch.schedule.ids[rows], positions, digests, logits.amax(1)))
         if self.kept is not None:
             self._copies.append((batch.schedule.ids[rows], positions, logits.clone()))

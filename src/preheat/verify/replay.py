@@ -15,7 +15,7 @@ import msgspec
 
 from preheat.core import Request, Resume
 from preheat.errors import InvalidRequest, PreheatError, SettingsError
-from preheat.frontend.receipt import Receipt, chain_of
+from preheat.frontend.receipt import Receipt, asked_digest, chain_of
 from preheat.frontend.receipt_log import log_files
 from preheat.utils.contract import Contract, Difference, first_difference
 from preheat.utils.files import TABLE_BYTES, read_given, shown, why_unread
@@ -119,11 +119,19 @@ def _receipts_in(values: Sequence[Any]) -> Iterator[Receipt]:
         if not isinstance(value, dict):
             raise ValueError(f"an object is expected, not {type(value).__name__}")
         if "digests" in value:
-            yield msgspec.convert(value, Receipt, str_keys=True)
+            receipt = msgspec.convert(value, Receipt, str_keys=True)
+            _check_asked(receipt, value)
+            yield receipt
         elif isinstance(found := value.get("receipt"), dict):
             yield from _receipts_in([found])
         else:
             yield from _receipts_in([each for each in value.get("choices") or () if isinstance(each, dict)])
+
+
+def _check_asked(receipt: Receipt, value: dict[str, Any]) -> None:
+    """Raise ValueError if the question of a receipt was changed; ``value`` is its JSON."""
+    if receipt.asked and receipt.asked != asked_digest(*(value[name] for name in ("contract", "request", "adapter"))):
+        raise ValueError("its digest does not belong to its contract, request and adapter: one of them was changed")
 
 
 def _check(receipt: Receipt) -> None:

@@ -123,7 +123,7 @@ class Operations(Protocol):
         """Return the rows ``index`` int32 of ``x``, a new tensor."""
 
     def row_digests(self, logits: Tensor) -> Tensor:
-        """Return the digest of each row, int64 [rows], see :mod:`preheat.ops.digest`."""
+        """Return the digest of each row, int64 [rows], see :mod:`preheat.ops.digest`; valid until the next call."""
 
 
 class Backend(Operations, Protocol):

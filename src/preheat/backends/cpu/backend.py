@@ -84,6 +84,7 @@ class CpuBackend:
     _functions: Functions | None = None
     sharing: Sharing | None = CpuSharing()
     adapters: AdapterOps | None = CpuAdapters()
+    _row_digests: Callable[[Tensor], Tensor] = staticmethod(row_digests)
 
     @property
     def fingerprint(self) -> str:
@@ -213,6 +214,7 @@ class CpuBackend:
         from preheat.backends.cpu.llvm.sampler import Draws
 
         draw = Draws(limits.max_sampled, self._cache, duplicates=handle_topk_duplicates)
+        self._row_digests = draw.row_digests
         return CpuSampler(
             rows,
             vocab_size,
@@ -300,7 +302,7 @@ class CpuBackend:
         return x.index_select(0, index)
 
     def row_digests(self, logits: Tensor) -> Tensor:
-        return row_digests(logits)
+        return self._row_digests(logits)
 
 
 def _copy(source: Tensor, out: Tensor) -> None:

@@ -12,6 +12,7 @@ from llvmlite import ir
 
 from preheat.backends.cpu.llvm import targets
 from preheat.backends.cpu.llvm.best import best
+from preheat.backends.cpu.llvm.digest import Digests, digest
 from preheat.backends.cpu.llvm.draw import BLOCK, SETTINGS, draw, pick
 from preheat.backends.cpu.llvm.machine import Code, compile_code
 from preheat.backends.cpu.llvm.memory import zeros
@@ -27,10 +28,10 @@ _ID = 0xFFFFFFFF
 
 @cache
 def source(target: Target) -> str:
-    """Return the functions that draw, in LLVM's language."""
+    """Return the functions that draw, and the function of digests, in LLVM's language."""
     module = ir.Module("draw")
     module.triple = target.triple
-    for write in (draw, pick, best):
+    for write in (draw, pick, best, digest):
         write(module)
     return str(module)
 
@@ -38,11 +39,12 @@ def source(target: Target) -> str:
 class Draws:
     """The compiled function that draws for up to ``rows`` rows. Its machine code is kept in ``folder``.
 
-    ``duplicates`` is as in :func:`preheat.ops.top_k_top_p.keep_ordered`.
+    ``duplicates`` is as in :func:`preheat.ops.top_k_top_p.keep_ordered`. ``row_digests`` is compiled with it.
     """
 
     def __init__(self, rows: int, folder: Path | None, *, duplicates: bool = False) -> None:
         self._folder = folder
+        self.row_digests = Digests(lambda: self.code)
         self._tokens = zeros(rows, np.int64)
         self._settings = zeros(rows * SETTINGS, np.uint32).reshape(rows, SETTINGS)
         self._tail = zeros(BLOCK, np.float32)
