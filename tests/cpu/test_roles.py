@@ -21,8 +21,10 @@ from preheat.kv_transfer.line import Line
 from preheat.kv_transfer.sends import Sends
 from preheat.settings import Settings
 from preheat.startup import boot_engine
+from preheat.verify import pulled_path
 from preheat.verify.drive import Engine
-from preheat.verify.prompts import Prompt
+from preheat.verify.paths import PathRunner
+from preheat.verify.prompts import REDUCED, Prompt
 from tests.adapters import write_adapter
 from tests.waiting import until
 
@@ -192,6 +194,28 @@ def test_a_flipped_bit_is_found(checked, one, two, expected, monkeypatch):
             assert one.answers(source)[1] != expected[1]
 
 
+@pytest.mark.parametrize("planted", ["", "a flipped bit", "a flipped bit, no digest"])
+def test_the_path_of_verify_sees_a_changed_bit_of_a_pulled_block(planted, two, monkeypatch):
+    """A digest finds the bit, so a block does not arrive. Without digests the logits show it."""
+    stage, send = pulled_path.Copies.stage, Line.send_raw
+
+    def flipped(data: Any) -> memoryview:
+        return memoryview(bytes([data[0] ^ 64, *data[1:]]))
+
+    def staged(self: pulled_path.Copies, block_hash: bytes) -> Any:
+        block = stage(self, block_hash)
+        return block._replace(view=flipped(block.view))
+
+    if planted == "a flipped bit":
+        monkeypatch.setattr(Line, "send_raw", lambda self, data: send(self, flipped(data)))
+    elif planted:
+        monkeypatch.setattr(pulled_path.Copies, "stage", staged)
+    (result,) = PathRunner(replace(REDUCED, outputs=4), lambda engine: []).on(two.engine, "asked", ["pulled blocks"])
+    arrived = 0 if planted == "a flipped bit" else 9
+    assert result.note == f"{arrived} of 9 blocks from a peer"
+    assert (result.identical, result.first is None) == ((0, False) if planted else (3, True))
+
+
 def test_a_block_of_another_place_is_seen(one, two, expected, monkeypatch):
     """Control: an engine that sends a prompt's first block for each of its blocks."""
     two.answers()
@@ -266,7 +290,7 @@ def test_the_answer_to_a_request_that_has_ended_changes_nothing(one, two, expect
 def test_a_server_closes_though_a_peer_waits_for_a_block(one, monkeypatch):
     monkeypatch.setattr(server, "BLOCK_SECONDS", 1e6)
     hello = one.loop.admission.pulls._hello()
-    sends = Sends(one.loop.sends._departures, lambda: hello, lambda: None)  # no loop fills the answer
+    sends = Sends(one.loop.sends.departures, lambda: hello, lambda: None)  # no loop fills the answer
     serving = server.BlockServer(sends, "127.0.0.1", 0, b"")
     target = Target(bytes(16), 0, memoryview(bytearray(16)), lambda: None)
     pull = Pull(BlockSource("127.0.0.1", serving.port, LENGTH), b"", hello, [target], 60.0)

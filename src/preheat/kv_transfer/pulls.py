@@ -60,6 +60,11 @@ class Pulls:
         self._told: set[tuple[object, ...]] = set()
 
     @property
+    def key(self) -> bytes:
+        """The key that peers prove."""
+        return self._key
+
+    @property
     def pending(self) -> bool:
         """Whether a request waits for its blocks."""
         return any(each.request is not None for each in self._waiting)

@@ -57,7 +57,7 @@ class Sends:
     """Blocks of ``departures`` for peers. ``wake`` ends the loop's wait for messages; any thread may call it."""
 
     def __init__(self, departures: Departures, hello: Callable[[], Hello], wake: Callable[[], None]) -> None:
-        self._departures, self.hello, self._wake = departures, hello, wake
+        self.departures, self.hello, self._wake = departures, hello, wake
         self.stats = KvTransferStats()
         self._asked: deque[Answer] = deque()  # appended to by threads
         self._sent: deque[tuple[Answer, Staged]] = deque()
@@ -100,7 +100,7 @@ class Sends:
         while self._sent:
             answer, staged = self._sent.popleft()
             answer.ahead -= 1
-            self._departures.release(staged.place)
+            self.departures.release(staged.place)
         room = PER_TURN
         for answer in [*self._open]:
             if answer.left:
@@ -116,7 +116,7 @@ class Sends:
             self._end(answer, "")
         elif not available:
             self._end(answer, "the engine is paused or asleep")
-        elif (staged := self._departures.stage(answer.hashes[answer.at])) is None:
+        elif (staged := self.departures.stage(answer.hashes[answer.at])) is None:
             self._end(answer, "the next block is not in the cache")
         else:
             answer.at, answer.ahead = answer.at + 1, answer.ahead + 1
@@ -132,7 +132,7 @@ class Sends:
         """Give the places back that no thread takes."""
         while (staged := _next(answer)) is not None:
             if isinstance(staged, Staged):
-                self._departures.release(staged.place)
+                self.departures.release(staged.place)
 
 
 def _next(answer: Answer) -> Staged | str | None:

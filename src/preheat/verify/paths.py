@@ -44,6 +44,7 @@ from preheat.verify.prompt_sets import (
     random_tokens,
 )
 from preheat.verify.prompts import Prompt, Size
+from preheat.verify.pulled_path import exchanges, pulled
 from preheat.verify.served_path import served
 from preheat.verify.window_check import check_windows
 
@@ -346,6 +347,7 @@ PATHS: tuple[Path, ...] = (
     Path("nearly equal prompts", "asked", "", lambda trial: nearly_equal(trial.engine, names_of(trial.engine))),
     Path("prompts given up", "asked", "", lambda trial: given_up(trial.engine)),
     Path("blocks moved at once", "asked", "", lambda trial: moved(trial.engine)),
+    Path("pulled blocks", "asked", "", lambda trial: pulled(trial.name, trial.engine, trial.size.outputs), exchanges),
     Path("chunks, few blocks", "tight", "texts", few_blocks_moved, _any),
     Path("offloaded blocks", "tight", "texts", offloaded, lambda engine: engine.offloads),
     Path("penalties, few blocks", "tight", "short texts", few_blocks),
