@@ -35,7 +35,8 @@ RULE = {
     "engine": "plan schedule grammar kv_transfer lora execution backends.base",
     "warmup": "plan schedule grammar execution model ops backends backends.base backends.cold engine frontend"
     " transport",
-    "verify": "plan schedule grammar kv_transfer lora execution model ops backends backends.base engine frontend warmup transport",
+    "verify": "plan schedule grammar kv_transfer lora execution model ops backends backends.base engine frontend"
+    " warmup transport",
     "parallel": "plan schedule lora execution model ops backends backends.base backends.cold backends.rendezvous"
     " warmup",
     "elastic": "schedule model execution backends.base engine warmup verify",
