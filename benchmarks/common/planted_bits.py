@@ -89,7 +89,7 @@ def _flip(path: Path, counts: Callable[[str], bool], draw: random.Random) -> str
     tensors = {
         name: each for name, each in json.loads(data[8:start]).items() if name != "__metadata__" and counts(name)
     }
-    name = draw.choice(sorted(tensors))
+    name: str = draw.choice(sorted(tensors))
     first, end = tensors[name]["data_offsets"]
     data[start + draw.randrange(first, end)] ^= 1 << draw.randrange(8)
     path.write_bytes(data)
