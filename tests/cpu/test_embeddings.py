@@ -213,6 +213,8 @@ def test_pooling_follows_files_and_options(tmp_path):
     assert found() is None
     assert found(pooler_config=MEAN | chunked).max_embed_len == 9
     assert found(pooler_config=MEAN | {"enable_chunked_processing": False}).max_embed_len is None
+    with pytest.raises(SettingsError, match="each token has a vector: leave it out"):
+        found(pooler_config=chunked | {"pooling_type": "ALL"})
     assert found(runner="pooling") == found(task="embed") == found(convert="embed") == Pooling("LAST", True)
     assert found(override_pooler_config=MEAN | {"normalize": False}) == Pooling("MEAN", False)
     sentence_transformers(tmp_path, "pooling_mode_lasttoken", "Normalize")
@@ -237,7 +239,6 @@ def test_pooling_follows_files_and_options(tmp_path):
     with pytest.raises(ModelError, match="do_lower_case is not served"):
         found()
     for options, why in (
-        ({"pooler_config": chunked | {"pooling_type": "ALL"}}, "each token has a vector"),
         ({"pooler_config": chunked | {"max_embed_len": True}}, "max_embed_len is True, but must be a whole number"),
         ({"pooler_config": chunked | {"max_embed_len": 0}}, "at least 1"),
         ({"pooler_config": chunked | {"enable_chunked_processing": 1}}, "must be true or false"),
