@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.common.report import parser, save
+from preheat.backends.cuda.attention_values import Pieces, Places, Rows, Scores
 from preheat.backends.cuda.paged_attention import (
     Workspace,
     decode_attention,
@@ -103,17 +104,15 @@ def decoding(lengths: Sequence[int], drafts: int, heads: AttentionSizes, by_bloc
     work = decode_work(starts, begin, SPLIT, None, queries=count if drafts else None)
     positions = (first[:, None] + np.arange(width)).reshape(-1)
     numbers = np.arange(rows).repeat(width), positions, work, [len(work)]
-    slots, at, pieces, num_pieces = map(whole_numbers, numbers)
+    slots, at, *listed = map(whole_numbers, numbers)
+    places, pieces = Places(slots, at, pages.table), Pieces(*listed)
     q = heads.queries(rows * width)
     out, space = torch.empty_like(q), Workspace(len(work) * tile, rows * width, heads.heads, heads.dim, q.device)
-    scale = heads.dim**-0.5
+    scores = Scores(heads.dim**-0.5, value_scale=heads.value_scale)
 
     def step() -> None:
         for cache in pages.layers:
-            decode_attention(
-                q, cache, pages.table, slots, at, pieces, num_pieces, out, space, scale, None, rows=rows, width=width,
-                value_scale=heads.value_scale,
-            )  # fmt: skip
+            decode_attention(q, cache, out, places, pieces, space, scores, Rows(rows, width))
 
     step()
     return graph_microseconds(step, 9) / len(pages.layers)
@@ -125,16 +124,14 @@ def reading(prompts: int, length: int, heads: AttentionSizes, by_block: bool) ->
     first, lengths = np.arange(prompts) * length, np.full(prompts, length)
     tiles = prefill_tiles(first, lengths, np.zeros(prompts, int), query_tile(heads.heads, heads.kv_heads, tile))
     rows, positions = np.repeat(np.arange(prompts), length), np.tile(np.arange(length), prompts)
-    slots, at, on_device, count = map(whole_numbers, (rows, positions, tiles, [len(tiles)]))
+    slots, at, *listed = map(whole_numbers, (rows, positions, tiles, [len(tiles)]))
+    places, pieces = Places(slots, at, pages.table), Pieces(*listed)
     q = heads.queries(prompts * length)
-    out = torch.empty_like(q)
+    out, scores = torch.empty_like(q), Scores(heads.dim**-0.5, value_scale=heads.value_scale)
 
     def step() -> None:
         for cache in pages.layers:
-            prefill_attention(
-                q, cache, pages.table, slots, at, on_device, count, out, heads.dim**-0.5, None,
-                value_scale=heads.value_scale,
-            )  # fmt: skip
+            prefill_attention(q, cache, out, places, pieces, scores)
 
     step()
     return graph_microseconds(step, 9) / len(pages.layers)

@@ -135,17 +135,15 @@ def test_a_captured_call_gives_the_bits_of_an_eager_one(paged):
     made = paged.Pages(paged.Bucket(32, 8, 128), LENGTHS, device="cuda")
     work = [(i, n - 1) for i, n in enumerate(LENGTHS)]
     expected = made.decode(work)
-    q, slots, positions, out = made._step([(i, p, 1) for i, p in work])
-    pieces, count = made._pieces(
-        paged.decode_work(torch.arange(5).numpy(), positions.cpu().numpy(), paged.SPLIT, None), 9
+    q, places, out = made._step([(i, p, 1) for i, p in work])
+    pieces = made._pieces(
+        paged.decode_work(torch.arange(5).numpy(), places.positions.cpu().numpy(), paged.SPLIT, None), 9
     )
-    workspace = paged.Workspace(len(pieces), 5, 32, 128, q.device)
+    workspace = paged.Workspace(len(pieces.work), 5, 32, 128, q.device)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         for _ in range(3):
-            paged.decode_attention(
-                q, made.cache, made.table, slots, positions, pieces, count, out, workspace, 128**-0.5, None
-            )
+            paged.decode_attention(q, made.cache, out, places, pieces, workspace, made._scores(paged.SPLIT))
     out.fill_(torch.nan)
     graph.replay()
     assert torch.equal(out, expected)

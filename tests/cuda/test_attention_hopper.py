@@ -105,16 +105,16 @@ def test_another_split_gives_other_bits(made):
 def test_a_captured_call_reads_its_number_of_tiles_again(paged):
     made = paged.Pages(paged.Bucket(32, 8, 128), LENGTHS, 128, device="cuda")
     expected = made.prefill(WHOLE)
-    q, slots, positions, out = made._step(WHOLE)
+    q, places, out = made._step(WHOLE)
     starts = [sum(LENGTHS[:i]) for i in range(len(LENGTHS))]
     tile = paged.query_tile(32, 8, paged.prefill_config(128, q.dtype))
-    tiles, count = made._pieces(
+    tiles = made._pieces(
         paged.prefill_tiles(np.array(starts), np.array(LENGTHS), np.zeros(len(LENGTHS), int), tile), 200
     )
-    number = count.clone()
+    number = tiles.used.clone()
 
     def attend():
-        paged.prefill_attention(q, made.cache, made.table, slots, positions, tiles, count, out, 128**-0.5, None)
+        paged.prefill_attention(q, made.cache, out, places, tiles, made._scores(paged.SPLIT))
 
     attend()
     graph = torch.cuda.CUDAGraph()
@@ -122,7 +122,7 @@ def test_a_captured_call_reads_its_number_of_tiles_again(paged):
         for _ in range(3):
             attend()
     for tried in (torch.zeros_like(number), number):
-        count.copy_(tried)
+        tiles.used.copy_(tried)
         out.fill_(torch.nan)
         graph.replay()
         assert out.isnan().all() if not tried else torch.equal(out, expected)

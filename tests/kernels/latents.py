@@ -8,6 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from preheat.backends.cuda.attention_values import Latents, Pieces, Places, Rows
 from preheat.backends.cuda.latent_attention import (
     DECODE,
     PROMPT,
@@ -106,9 +107,10 @@ class LatentPages:
         query = torch.cat([self.turned[i][p : p + n] for i, p, n in work])[:, : sizes.heads]
         out = torch.full((len(query), sizes.heads * sizes.entry), torch.nan, dtype=sizes.dtype, device=self.device)
         space = Workspace(len(given) * query_tokens(width), len(query), sizes.heads, sizes.rank, query.device)
+        latents = Latents(sizes.entry**-0.5, sizes.rank, split)
         latent_attention(
-            query, self.cache, self.table, *self._places(work), given, count, out, space, sizes.entry**-0.5, sizes.rank,
-            mode=mode, split=split, config=config, rows=len(work), width=width,
+            query, self.cache, out, Places(*self._places(work), self.table), Pieces(given, count), space, latents,
+            Rows(len(work), width), mode=mode, config=config,
         )  # fmt: skip
         assert not space.arrived.any()
         return out.view(len(query), sizes.heads, -1)[..., : sizes.rank]

@@ -8,6 +8,7 @@ import dataclasses
 import numpy as np
 import torch
 
+from preheat.backends.cuda.attention_values import Pieces, Places, Rows, Scores
 from preheat.backends.cuda.paged_attention import (
     AttentionConfig,
     Workspace,
@@ -108,11 +109,9 @@ class Pages:
         if not stored:
             self.put(self.table[i], self.qkv[i])
             return
-        _, slots, positions, _ = self._step([(i, position, 1)])
-        rope_and_write(
-            self.qkv[i][position : position + 1].clone(), None, slots, positions, self.table, self.cache, shape.heads,
-            shape.kv_heads, None, 0.0, scales=shape.scales if shape.stored else None,
-        )  # fmt: skip
+        _, places, _ = self._step([(i, position, 1)])
+        scales = shape.scales if shape.stored else None
+        rope_and_write(self.qkv[i][position : position + 1].clone(), self.cache, places, scales=scales)
 
     def widened(self):
         """Return the same sequences with a cache of decoded numbers, in the queries' dtype."""
@@ -127,35 +126,28 @@ class Pages:
         positions = torch.cat([torch.arange(p, p + n, dtype=torch.int32) for _, p, n in work]).to(self.device)
         q = qkv[:, : self.shape.heads]
         out = torch.full((len(qkv), self.shape.heads * self.shape.dim), torch.nan, dtype=qkv.dtype, device=self.device)
-        return q, slots, positions, out
+        return q, Places(slots, positions, self.table), out
 
     def _pieces(self, pieces, spare):
-        """Return ``pieces`` on the device, before ``spare`` rows of nonsense, and their count."""
+        """Return ``pieces`` on the device, before ``spare`` rows of nonsense."""
         padded = np.concatenate([pieces, np.full((spare, 2), 1 << 20, np.int32)])
         count = torch.tensor([len(pieces)], dtype=torch.int32)
-        return torch.from_numpy(padded).to(self.device), count.to(self.device)
+        return Pieces(torch.from_numpy(padded).to(self.device), count.to(self.device))
 
-    @property
-    def _scales(self):
-        """The scale of scores, and keywords."""
+    def _scores(self, split):
         key, value = self.shape.scales
-        more = {"value_scale": value} if self.shape.stored else {}
-        return self.shape.dim**-0.5 * key, more | {
-            "alibi": self.slopes,
-            "sinks": self.lasts,
-        }
+        return Scores(
+            self.shape.dim**-0.5 * key, self.shape.window, split, self.slopes,
+            value_scale=value if self.shape.stored else None, sinks=self.lasts,
+        )  # fmt: skip
 
     def decode(self, work, split=SPLIT, config: AttentionConfig | None = None, spare=3):
         """Return the attention of single tokens: ``work`` is a list of (sequence, position)."""
-        q, slots, positions, out = self._step([(i, p, 1) for i, p in work])
+        q, places, out = self._step([(i, p, 1) for i, p in work])
         pieces = decode_work(np.arange(len(work)), np.array([p for _, p in work]), split, self.shape.window)
-        on_device, count = self._pieces(pieces, spare)
-        workspace = Workspace(len(on_device), len(work), self.shape.heads, self.shape.dim, q.device)
-        scale, more = self._scales
-        decode_attention(
-            q, self.cache, self.table, slots, positions, on_device, count, out, workspace, scale,
-            self.shape.window, split=split, config=config, **more,
-        )  # fmt: skip
+        on_device = self._pieces(pieces, spare)
+        workspace = Workspace(len(on_device.work), len(work), self.shape.heads, self.shape.dim, q.device)
+        decode_attention(q, self.cache, out, places, on_device, workspace, self._scores(split), config=config)
         assert not workspace.arrived.any()
         return out
 
@@ -166,36 +158,29 @@ class Pages:
         piece.
         """
         shape = self.shape
-        q, slots, positions, out = self._step(work)
+        q, places, out = self._step(work)
         first, extends = (np.array(x) for x in list(zip(*work, strict=True))[1:])
         tile = verify_queries(shape.heads, shape.kv_heads, width, shape.dim, shape.dtype)
         starts, at, lengths = query_tiles(extends.cumsum(), extends, first, tile)
         pieces = decode_work(starts, at, split, shape.window, queries=lengths, room=room)
-        on_device, count = self._pieces(pieces, spare)
-        workspace = Workspace(len(on_device) * tile, len(q), shape.heads, shape.dim, q.device)
-        scale, more = self._scales
-        decode_attention(
-            q, self.cache, self.table, slots, positions, on_device, count, out, workspace, scale, shape.window,
-            split=split, rows=len(work), width=width, **more,
-        )  # fmt: skip
+        on_device = self._pieces(pieces, spare)
+        workspace = Workspace(len(on_device.work) * tile, len(q), shape.heads, shape.dim, q.device)
+        rows = Rows(len(work), width)
+        decode_attention(q, self.cache, out, places, on_device, workspace, self._scores(split), rows)
         assert not workspace.arrived.any()
         return out
 
     def prefill(self, work, split=SPLIT, config: AttentionConfig | None = None, spare=3):
         """Return the attention of runs: ``work`` is a list of (sequence, first position, number of tokens)."""
-        q, slots, positions, out = self._step(work)
+        q, places, out = self._step(work)
         extends = np.array([n for _, _, n in work])
         tile = query_tile(
             self.shape.heads, self.shape.kv_heads, config or prefill_config(self.shape.dim, self.shape.dtype)
         )  # fmt: skip
         first = np.array([p for _, p, _ in work])
         starts, sides = np.cumsum(extends) - extends, self.shape.sides
-        tiles, count = self._pieces(prefill_tiles(starts, extends, first, tile, sides=sides), spare)
-        scale, more = self._scales
-        prefill_attention(
-            q, self.cache, self.table, slots, positions, tiles, count, out, scale,
-            self.shape.window, split=split, config=config, sides=sides, **more,
-        )  # fmt: skip
+        tiles = self._pieces(prefill_tiles(starts, extends, first, tile, sides=sides), spare)
+        prefill_attention(q, self.cache, out, places, tiles, self._scores(split), config=config, sides=sides)
         return out
 
     def exact(self, i):

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from preheat.backends.cuda.activation import activate, clip, scaled, silu_and_mul
+from preheat.backends.cuda.attention_values import Places
 from preheat.backends.cuda.embedding import embed, take_rows
 from preheat.backends.cuda.moe_shared import add_shared
 from preheat.backends.cuda.norm import CudaNorm, add_rms_norm, rms_norm
@@ -110,9 +111,7 @@ def test_a_cache_of_eight_bits_is_rounded_like_the_reference(dtype, stored):
     qkv[0, -1, :3], qkv[1, 2, :3] = torch.tensor([1e9, -1e9, torch.nan]), torch.tensor([17 * 0.37, 19 * 0.37, 1e9])
     slots, positions = torch.arange(2, dtype=torch.int32), torch.tensor([3, 0], dtype=torch.int32)
     cache = torch.zeros(2, 2, kv_heads, 16, dim).to(stored)
-    rope_and_write(
-        qkv, None, slots, positions, slots.view(2, 1), cache, heads, kv_heads, None, 0.0, scales=scales
-    )  # fmt: skip
+    rope_and_write(qkv, cache, Places(slots, positions, slots.view(2, 1)), scales=scales)
     finite = finite_values(qkv[:, heads:], bounded=True)
     expected = round_to(finite, torch.tensor(scales).view(2, 1), stored)
     found = torch.stack([cache[0, :, 0, 3].view(torch.uint8), cache[1, :, 0, 0].view(torch.uint8)])
@@ -129,7 +128,7 @@ def test_no_value_is_stored_that_is_not_finite(dtype):
     qkv[0, -1, 5], qkv[1, -2, 40], qkv[2, -3, 63], qkv[3, heads, 7] = torch.inf, -torch.inf, torch.nan, torch.inf
     slots, positions = torch.zeros(4, dtype=torch.int32), torch.arange(4, dtype=torch.int32)
     cache = torch.zeros(1, 2, kv_heads, 16, dim, dtype=dtype)
-    rope_and_write(qkv, None, slots, positions, torch.zeros(1, 1, dtype=torch.int32), cache, heads, kv_heads, None, 0.0)
+    rope_and_write(qkv, cache, Places(slots, positions, torch.zeros(1, 1, dtype=torch.int32)))
     found = cache[0, :, :, :4].permute(2, 0, 1, 3).flatten(1, 2)
     expected = finite_values(qkv[:, heads:], bounded=False)
     assert torch.equal(found.nan_to_num(7.0), expected.nan_to_num(7.0))
@@ -162,7 +161,8 @@ def test_rope_and_write(dtype, heads, kv_heads, dim, block_size, with_norm):
         expected_cache[block, :, :, inside] = expected[token, heads:].view(2, kv_heads, dim)
 
     given = qkv.clone()
-    rope_and_write(given, rope, slots, positions, table, cache, heads, kv_heads, weight, 1e-5)
+    norm = None if weight is None else RMSNorm(weight, 1e-5)
+    rope_and_write(given, cache, Places(slots, positions, table), rope, norm)
     assert torch.equal(given[:, heads:], qkv[:, heads:])
     if weight is None:
         assert torch.equal(given[:, :heads], expected[:, :heads])
@@ -171,13 +171,13 @@ def test_rope_and_write(dtype, heads, kv_heads, dim, block_size, with_norm):
         assert relative_error(given[:, :heads], expected[:, :heads].double()) < ROUNDING[dtype]
         assert relative_error(cache, expected_cache.double()) < ROUNDING[dtype]
     again, alone = torch.full_like(cache, 7.0), qkv[1:2].clone()
-    rope_and_write(alone, rope, slots[1:2], positions[1:2], table, again, heads, kv_heads, weight, 1e-5)
+    rope_and_write(alone, again, Places(slots[1:2], positions[1:2], table), rope, norm)
     assert torch.equal(alone[0, :heads], given[1, :heads])
     assert torch.equal(again[2], cache[2])
     assert not torch.equal(again[3], cache[3])
     turned_by, own = rope.index_select(0, positions.long()), torch.full_like(cache, 7.0)
     by_token = qkv.clone()
-    rope_and_write(by_token, turned_by, slots, positions, table, own, heads, kv_heads, weight, 1e-5, by_token=True)
+    rope_and_write(by_token, own, Places(slots, positions, table), turned_by, norm, by_token=True)
     assert torch.equal(by_token, given) and torch.equal(own, cache), "a row for each token, at the same places"
 
 
@@ -240,10 +240,10 @@ def test_embeddings_of_images_are_taken_where_ids_say_so(dtype, scale):
 def test_heads_that_do_not_turn(kind):
     qkv, weight = random(2, 5, 64), random(4, 64, seed=1)
     slots, positions = torch.zeros(2, dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
-    for norm in (None, weight):
+    for norm in (None, make_norm(weight, 1e-5, kind)):
         given, cache = qkv.clone(), torch.zeros(1, 2, 1, 16, 64)
-        rope_and_write(given, None, slots, positions, slots.view(2, 1), cache, 3, 1, norm, 1e-5, kind)
-        expected = qkv[:, :4] if norm is None else make_norm(norm, 1e-5, kind)(qkv[:, :4])
+        rope_and_write(given, cache, Places(slots, positions, slots.view(2, 1)), norm=norm)
+        expected = qkv[:, :4] if norm is None else norm(qkv[:, :4])
         assert relative_error(given[:, :3], expected[:, :3].double()) < 1e-6
         assert relative_error(cache[0, 0, 0, [0, 5]], expected[:, 3].double()) < 1e-6
         assert torch.equal(cache[0, 1, 0, [0, 5]], qkv[:, 4])
@@ -256,8 +256,8 @@ def test_queries_grow_behind_their_rotation(dtype):
     growth, table = query_factors(QueryGrowth(0.3, 4), 16, dtype), slots.view(2, 1)
     plain, grown = qkv.clone(), qkv.clone()
     caches = [torch.zeros(1, 2, 1, 16, 64, dtype=dtype) for _ in range(2)]
-    rope_and_write(plain, rope, slots, positions, table, caches[0], 3, 1, None, 0.0)
-    rope_and_write(grown, rope, slots, positions, table, caches[1], 3, 1, None, 0.0, growth=growth)
+    rope_and_write(plain, caches[0], Places(slots, positions, table), rope)
+    rope_and_write(grown, caches[1], Places(slots, positions, table), rope, growth=growth)
     assert torch.equal(*caches)
     assert torch.equal(grown[:, :3], plain[:, :3] * growth[positions][:, None, None])
     assert torch.equal(grown[0], plain[0]) and not torch.equal(grown[1], plain[1])

@@ -23,6 +23,7 @@ from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda import latent_attention as latent
 from preheat.backends.cuda import paged_attention as paged
 from preheat.backends.cuda.activation import activate, clip, silu_and_mul
+from preheat.backends.cuda.attention_values import Latents, Pieces, Places, Rows, Scores
 from preheat.backends.cuda.card import Card as Hardware
 from preheat.backends.cuda.collective import add_ranks
 from preheat.backends.cuda.delta import CudaRecurrences
@@ -42,6 +43,7 @@ from preheat.core import Level
 from preheat.limits import Limits
 from preheat.ops.delta import DeltaWeights
 from preheat.ops.float8 import DTYPES
+from preheat.ops.norm import make_norm
 from preheat.ops.values import Cache, Matmul, Recurrence, WeightFormat
 from tools.oracles.card import META, Launch, Seen, watched
 from tools.oracles.layers import SCHEMES, Card, name_of, traces
@@ -135,41 +137,43 @@ def attention(hardware: Hardware) -> Iterator[tuple[str, Work]]:
             continue
         cache, dtype = _empty(1024, 2, kv, 64, dim, dtype=STORED[stored]), STORED[model]
         q, out = _empty(2048, heads, dim, dtype=dtype), _empty(2048, heads * dim, dtype=dtype)
-        places = cache, _whole(64, 512), _whole(2048), _whole(2048), _whole(64, 2), _whole(1), out
+        places = cache, out, Places(_whole(2048), _whole(2048), _whole(64, 512)), Pieces(_whole(64, 2), _whole(1))
         value_scale = None if stored == model else 1.0
+        scores = Scores(0.1, value_scale=value_scale)
         name = f"heads {heads}/{kv} of {dim}, {model}, cache {stored}"
         for rows_, width in ((1, 1), (64, 1), (8, 4)):
             space = paged.Workspace(64, 2048, heads, dim, META)
-            yield f"decode {name}, {rows_} rows of {width}", lambda q=q, p=places, s=space, v=value_scale, r=rows_, w=width: (  # noqa: E501
-                paged.decode_attention(q, *p, s, 0.1, None, rows=r, width=w, value_scale=v))  # fmt: skip
+            work = partial(paged.decode_attention, q, *places, space, scores, Rows(rows_, width))
+            yield f"decode {name}, {rows_} rows of {width}", work
         config = paged.prefill_config(dim, dtype, hardware)
         for window in (None, 4096):
-            yield f"prefill {name}, window {window}", lambda q=q, p=places, v=value_scale, w=window, c=config: (
-                paged.prefill_attention(q, *p, 0.1, w, value_scale=v, config=c))  # fmt: skip
-        yield f"prefill {name}, both sides", lambda q=q, p=places, v=value_scale, c=config: (
-            paged.prefill_attention(q, *p, 0.1, 64, value_scale=v, config=c, sides=True))  # fmt: skip
+            work = partial(paged.prefill_attention, q, *places, scores._replace(window=window), config=config)
+            yield f"prefill {name}, window {window}", work
+        work = partial(paged.prefill_attention, q, *places, scores._replace(window=64), config=config, sides=True)
+        yield f"prefill {name}, both sides", work
         yield f"rope {name}", lambda c=cache, d=dtype, s=(None if value_scale is None else (1.0, 1.0)), h=(heads, kv, dim): (  # noqa: E501
             _rope(c, d, s, *h))  # fmt: skip
 
 
 def _rope(cache: Tensor, dtype: torch.dtype, scales: tuple[float, float] | None, heads: int, kv: int, dim: int) -> None:
     qkv, table = _empty(2048, heads + 2 * kv, dim, dtype=dtype), _empty(8192, 2, dim, dtype=dtype)
-    norm = _empty(heads + kv, dim, dtype=dtype)
-    rope_and_write(qkv, table, _whole(2048), _whole(2048), _whole(64, 512), cache, heads, kv, norm, 1e-6, scales=scales)
+    norm = make_norm(_empty(heads + kv, dim, dtype=dtype), 1e-6)
+    places = Places(_whole(2048), _whole(2048), _whole(64, 512))
+    rope_and_write(qkv, cache, places, table, norm, scales=scales)
 
 
 def latents(hardware: Hardware) -> Iterator[tuple[str, Work]]:
     """Yield attention over latent vectors, and the writing of entries."""
     for heads, dtype in product((16, 20, 128), (torch.bfloat16, torch.float32)):
         cache, made = _empty(1024, 1, 1, 64, 576, dtype=dtype), _empty(2048, heads + 1, 576, dtype=dtype)
-        places = _whole(64, 512), _whole(2048), _whole(2048)
+        places, pieces = Places(_whole(2048), _whole(2048), _whole(64, 512)), Pieces(_whole(64, 2), _whole(1))
         space, rope = paged.Workspace(64, 2048, heads, 512, META), _empty(8192, 2, 1, 64, dtype=dtype)
         name = f"latents of {heads} heads, {str(dtype).removeprefix('torch.')}"
         for mode, rows_, width in ((latent.DECODE, 64, 1), (latent.VERIFY, 8, 4), (latent.PROMPT, 0, 1)):
-            more = {"mode": mode, "rows": rows_, "width": width}
-            yield f"attention {name}, {rows_} rows of {width}", lambda o=more, c=cache, q=made, p=places, s=space: (
-                latent.latent_attention(q[:, :-1], c, *p, _whole(64, 2), _whole(1), q, s, 0.1, 512, **o))  # fmt: skip
-        yield f"rope {name}", lambda m=made, r=rope, p=places, c=cache: turn_and_write(m, r, p[1], p[2], p[0], c, 512)
+            given = made[:, :-1], cache, made, places, pieces, space, Latents(0.1, 512), Rows(rows_, width)
+            work = partial(latent.latent_attention, *given, mode=mode)
+            yield f"attention {name}, {rows_} rows of {width}", work
+        yield f"rope {name}", lambda m=made, r=rope, p=places, c=cache: turn_and_write(m, r, *p, c, 512)
         norm, to = CudaNorm(_empty(512, dtype=dtype), 1e-6), made[:, -1]
         yield f"norm of {name}", lambda n=norm, m=made[:, 0], t=to: n.insert(m, t)
         for (what, outputs, inputs), count in product((("keys", 512, 192), ("values", 256, 512)), (1, 32, 2048)):

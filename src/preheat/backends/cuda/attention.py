@@ -20,6 +20,7 @@ from preheat.backends.base.attention import Attend, AttentionLayer, AttentionWor
 from preheat.backends.base.backend import Backend
 from preheat.backends.base.device import HOST_COPIES
 from preheat.backends.cuda.attention_shape import Shape
+from preheat.backends.cuda.attention_values import Latents, Pieces, Places, Rows, Scores
 from preheat.backends.cuda.block_table import DeviceTable
 from preheat.backends.cuda.latent_attention import DECODE, PROMPT, VERIFY, latent_attention
 from preheat.backends.cuda.latent_rotary import turn_and_write
@@ -27,7 +28,6 @@ from preheat.backends.cuda.paged_attention import Workspace, decode_attention, p
 from preheat.backends.cuda.rotary import rope_and_write
 from preheat.backends.cuda.work import SPLIT, decode_work, prefill_tiles, query_tiles, steady_steps
 from preheat.limits import Limits
-from preheat.ops.kinds import NormKind
 
 _NO_WORK = np.empty((0, 2), np.int32)
 _FILLING = 256
@@ -42,6 +42,17 @@ class _Kind(NamedTuple):
 
     window: int | None
     shape: Shape
+
+
+class _Step(NamedTuple):
+    """The parts of a step that layers share.
+
+    ``places`` have a block table for each cache group. ``pieces`` are all lists of work, ``rows`` the program's.
+    """
+
+    places: Sequence[Places]
+    pieces: Sequence[Pieces]
+    rows: Rows
 
 
 class CudaAttention:
@@ -60,11 +71,14 @@ class CudaAttention:
         split: int = SPLIT,
     ) -> None:
         self._layers, self._split, self._max_len = layers, split, limits.max_model_len
+        self._scores = [_scores(layer, split) for layer in layers]
+        self._latents_of = [Latents(layer.scale, layer.still, split) for layer in layers]
         self._of_layer = [_Kind(layer.window, Shape.of(layer)) for layer in layers]
         self._kinds = sorted(set(self._of_layer), key=lambda kind: (kind.window or 0, *kind.shape[:3]))
         shapes = {kind.shape for kind in self._kinds}
         self._tile_of = {shape: tile or shape.tile for shape in shapes}
         self._tiles = sorted(set(self._tile_of.values()))
+        self._lists_of = [self._lists(kind) for kind in self._of_layer]
         self._sides = not layers[0].causal
         self._max_splits = -(-limits.max_model_len // split)
         groups = len(limits.groups)
@@ -77,6 +91,10 @@ class CudaAttention:
             max(sizes) for sizes in zip(*((each.heads, each.rank or each.dim) for each in shapes), strict=True)
         )
         self._workspace = Workspace(self._room, tokens, heads, dim, backend.device)
+
+    def _lists(self, kind: _Kind) -> tuple[int, int]:
+        """Return the numbers of the list of tiles, and of the list of splits, of a kind of layer."""
+        return self._tiles.index(self._tile_of[kind.shape]), len(self._tiles) + self._kinds.index(kind)
 
     def list_sizes(self, tokens: int, rows: int, *, width: int) -> tuple[int, ...]:
         """Return the capacities of the lists: tiles (none for a decoding step), then splits for each kind."""
@@ -130,7 +148,7 @@ class CudaAttention:
         self.table.send(turn)
 
     def attend(self, inputs: StepInputs, out: Tensor) -> Attend:
-        room = {out.shape[1]: out}
+        room, step = {out.shape[1]: out}, self._step(inputs)
 
         def attend(index: int, qkv: Tensor) -> Tensor:
             layer = self._layers[index]
@@ -138,62 +156,53 @@ class CudaAttention:
             if (own := room.get(width)) is None:
                 own = room[width] = out.new_empty(len(out), width)
             run = self._latents if layer.cache.shape[1] == 1 else self._heads
-            run(index, qkv, inputs, own)
+            run(index, qkv, step, own)
             return own
 
         return attend
 
-    def _lists(self, index: int, inputs: StepInputs) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Return a layer's list of tiles and its count, then its list of splits and its count."""
-        kind = self._of_layer[index]
-        tiles, splits = self._tiles.index(self._tile_of[kind.shape]), len(self._tiles) + self._kinds.index(kind)
-        lists, counts = inputs.lists, inputs.counts
-        return lists[tiles], counts[tiles : tiles + 1], lists[splits], counts[splits : splits + 1]
+    def _step(self, inputs: StepInputs) -> _Step:
+        """Return the parts of ``inputs`` that layers share."""
+        return _Step(
+            [Places(inputs.slots, inputs.positions, table) for table in self.table.of_group],
+            [Pieces(work, inputs.counts[at : at + 1]) for at, work in enumerate(inputs.lists)],
+            Rows(inputs.rows if inputs.width else 0, max(inputs.width, 1)),
+        )
 
-    def _heads(self, index: int, qkv: Tensor, inputs: StepInputs, out: Tensor) -> None:
+    def _heads(self, index: int, qkv: Tensor, step: _Step, out: Tensor) -> None:
         """Run a layer with keys and values of heads."""
-        layer, slots, positions = self._layers[index], inputs.slots, inputs.positions
-        heads, window, norm = layer.num_heads, layer.window, layer.qk_norm
-        scale, value_scale = layer.scale * layer.kv_scales[0], None
-        weight, eps = (None, 0.0) if norm is None else (norm.weight, norm.eps)
-        kind: NormKind = "rms" if norm is None else norm.kind
-        scales, table = None, self.table.of_group[layer.group]
-        if layer.cache.dtype != layer.dtype:
-            scales, value_scale = layer.kv_scales, layer.kv_scales[1]
+        layer, scores, (tiles, splits) = self._layers[index], self._scores[index], self._lists_of[index]
+        cache, places = layer.cache, step.places[layer.group]
+        scales = None if cache.dtype == layer.dtype else layer.kv_scales
         rope_and_write(
-            qkv, layer.rope, slots, positions, table, layer.cache, heads, layer.num_kv_heads, weight, eps, kind,
+            qkv, cache, places, layer.rope, layer.qk_norm,
             scales=scales, growth=layer.growth, by_token=layer.by_token,
         )  # fmt: skip
-        query = qkv[:, :heads]
-        tiles, num_tiles, splits, num_splits = self._lists(index, inputs)
-        if len(tiles):
-            prefill_attention(
-                query, layer.cache, table, slots, positions, tiles, num_tiles, out, scale, window,
-                split=self._split, alibi=layer.alibi, value_scale=value_scale, sinks=layer.sinks, sides=self._sides,
-            )  # fmt: skip
-        decode_attention(
-            query, layer.cache, table, slots, positions, splits, num_splits, out, self._workspace,
-            scale, window, split=self._split, rows=inputs.rows if inputs.width else 0, width=max(inputs.width, 1),
-            alibi=layer.alibi, value_scale=value_scale, sinks=layer.sinks,
-        )  # fmt: skip
+        query = qkv[:, : layer.num_heads]
+        if len(step.pieces[tiles].work):
+            prefill_attention(query, cache, out, places, step.pieces[tiles], scores, sides=self._sides)
+        decode_attention(query, cache, out, places, step.pieces[splits], self._workspace, scores, step.rows)
 
-    def _latents(self, index: int, made: Tensor, inputs: StepInputs, out: Tensor) -> None:
+    def _latents(self, index: int, made: Tensor, step: _Step, out: Tensor) -> None:
         """Run a layer with latent vectors."""
-        layer, slots, positions = self._layers[index], inputs.slots, inputs.positions
-        rank, table = layer.still, self.table.of_group[layer.group]
+        layer, latents, (tiles, splits) = self._layers[index], self._latents_of[index], self._lists_of[index]
+        cache, places, query = layer.cache, step.places[layer.group], made[:, : layer.num_heads]
         assert layer.rope is not None, "a part of each entry turns"
-        turn_and_write(made, layer.rope, slots, positions, table, layer.cache, rank)
-        tiles, num_tiles, splits, num_splits = self._lists(index, inputs)
-        step = made[:, : layer.num_heads], layer.cache, table, slots, positions
-        if len(tiles):
-            latent_attention(
-                *step, tiles, num_tiles, out, self._workspace, layer.scale, rank, mode=PROMPT, split=self._split
-            )
-        mode = VERIFY if inputs.width > 1 else DECODE
+        turn_and_write(made, layer.rope, *places, cache, layer.still)
+        if len(step.pieces[tiles].work):
+            latent_attention(query, cache, out, places, step.pieces[tiles], self._workspace, latents, mode=PROMPT)
         latent_attention(
-            *step, splits, num_splits, out, self._workspace, layer.scale, rank, mode=mode, split=self._split,
-            rows=inputs.rows if inputs.width else 0, width=max(inputs.width, 1),
+            query, cache, out, places, step.pieces[splits], self._workspace, latents, step.rows,
+            mode=VERIFY if step.rows.width > 1 else DECODE,
         )  # fmt: skip
 
     def clear(self) -> None:
         self.table.clear()
+
+
+def _scores(layer: AttentionLayer, split: int) -> Scores:
+    """Return how ``layer`` scores keys and weights values."""
+    value_scale = None if layer.cache.dtype == layer.dtype else layer.kv_scales[1]
+    return Scores(
+        layer.scale * layer.kv_scales[0], layer.window, split, layer.alibi, value_scale=value_scale, sinks=layer.sinks
+    )

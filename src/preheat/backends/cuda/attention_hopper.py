@@ -25,6 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from preheat.backends.cuda.attention_values import LOG2_E, Pieces, Places, Scores
 from preheat.backends.cuda.hopper import barriers, descriptor, is_hopper, ring
 from preheat.backends.cuda.launch import begin, options, processors
 
@@ -36,7 +37,7 @@ TILE = gl.constexpr(64)
 
 SCORES = gl.constexpr(gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, 64, 16]))
 SUMS = gl.constexpr(gl.NVMMADistributedLayout(version=[2, 0], warps_per_cta=[4, 1], instr_shape=[16, 8]))
-LOG2E = gl.constexpr(1.4426950408889634)
+LOG2E = gl.constexpr(LOG2_E)
 ROW = gl.constexpr(gl.SliceLayout(1, SCORES.value))
 """Layout of the rows of a tile, the same for scores, sums and outputs."""
 
@@ -431,34 +432,21 @@ def fits(q: Tensor, cache: Tensor) -> bool:
     )
 
 
-def prefill_attention(
-    q: Tensor,
-    cache: Tensor,
-    table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    tiles: Tensor,
-    num_tiles: Tensor,
-    out: Tensor,
-    scale: float,
-    window: int | None,
-    split: int,
-    value_scale: float | None,
-    sinks: Tensor | None = None,
-) -> None:
+def prefill_attention(q: Tensor, cache: Tensor, out: Tensor, places: Places, pieces: Pieces, scores: Scores) -> None:
     """Attention of runs of tokens, where :func:`fits`.
 
-    The arguments are the arguments of :func:`preheat.backends.cuda.paged_attention.prefill_attention`, except that
-    ``scale`` includes log2(e). Tiles have 128 rows. The grid has at most one program for each multiprocessor.
+    The arguments are the arguments of :func:`preheat.backends.cuda.paged_attention.prefill_attention`. Tiles have 128
+    rows. The grid has at most one program for each multiprocessor.
     """
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
     members = triton.next_power_of_2(heads // kv_heads)
     narrow = cache.element_size() == 1
     kernel = _prefill_narrow if narrow else _prefill
-    kernel[(min(len(tiles) * kv_heads, processors(q.device)),)](
+    kernel[(min(len(pieces.work) * kv_heads, processors(q.device)),)](
         descriptor(q, ROWS.value // members, members, dim), descriptor(cache, 1, 1, 1, TILE.value, dim),
-        table, slots, positions, tiles, num_tiles, out, scale, value_scale, sinks, table.stride(0),
-        HEADS=heads, KV_HEADS=kv_heads, BLOCK=block, SPLIT=split, WINDOW=window or 0, STAGES=STAGES,
+        places.table, places.slots, places.positions, pieces.work, pieces.used, out,
+        scores.scale * LOG2_E, scores.value_scale, scores.sinks, places.table.stride(0),
+        HEADS=heads, KV_HEADS=kv_heads, BLOCK=block, SPLIT=scores.split, WINDOW=scores.window or 0, STAGES=STAGES,
         enable_fp_fusion=False, **options(num_warps=4, num_stages=1, maxnreg=128 if narrow else 168),
     )  # fmt: skip

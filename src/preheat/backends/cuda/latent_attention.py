@@ -19,9 +19,9 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.attention_tile import blocks_of, key_offsets, merge, nothing
+from preheat.backends.cuda.attention_values import ANY_ROWS, LOG2_E, Latents, Pieces, Places, Rows
 from preheat.backends.cuda.launch import begin, options, processors
 from preheat.backends.cuda.paged_attention import (
-    LOG2_E,
     SPLITS,
     WHOLE,
     AttentionConfig,
@@ -30,7 +30,6 @@ from preheat.backends.cuda.paged_attention import (
     _keep_part,
     _merge_parts,
 )
-from preheat.backends.cuda.work import SPLIT
 
 TOKENS = 8
 """The most tokens of a tile. Eight times the heads of most models fill whole programs."""
@@ -164,45 +163,40 @@ def _attend(
 def latent_attention(
     q: Tensor,
     cache: Tensor,
-    table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    work: Tensor,
-    num_work: Tensor,
     out: Tensor,
+    places: Places,
+    pieces: Pieces,
     workspace: Workspace,
-    scale: float,
-    rank: int,
+    latents: Latents,
+    rows: Rows = ANY_ROWS,
     *,
     mode: int = DECODE,
-    split: int = SPLIT,
     config: AttentionConfig | None = None,
-    rows: int = 0,
-    width: int = 1,
 ) -> None:
-    """Attention over latent vectors of ``rank`` numbers; the result goes to the tokens' rows of ``out``.
+    """Attention over latent vectors; the result goes to the tokens' rows of ``out``.
 
     ``q`` [tokens, heads, entry] (any strides but the last), ``cache`` [blocks, 1, 1, block size, entry] (any stride of
-    blocks), ``out`` [tokens, heads * entry]; the turned numbers of ``out`` are not written. ``work`` has pieces as in
+    blocks), ``out`` [tokens, heads * entry]; the turned numbers of ``out`` are not written. ``pieces`` are as in
     :func:`preheat.backends.cuda.paged_attention.decode_attention`: of one token each in the mode ``DECODE``, of tiles
-    of :func:`query_tokens` tokens for rows of up to ``width`` tokens in ``VERIFY``. In ``PROMPT`` it has tiles of up to
-    ``TOKENS`` tokens, from :func:`preheat.backends.cuda.work.prefill_tiles`. Other arguments are described there.
+    of :func:`query_tokens` tokens for ``rows`` in ``VERIFY``. In ``PROMPT`` they are tiles of up to ``TOKENS`` tokens,
+    from :func:`preheat.backends.cuda.work.prefill_tiles`.
     """
     heads, entry, block = q.shape[1], q.shape[2], cache.shape[3]
-    queries = TOKENS if mode == PROMPT else query_tokens(width)
+    work, rank, table = pieces.work, latents.rank, places.table
+    queries = TOKENS if mode == PROMPT else query_tokens(rows.width)
     config = config or latent_config(queries * heads, q.dtype)
     chunks = triton.cdiv(queries * heads, config.rows)
     units = len(work) * chunks
     programs = units
     if mode != PROMPT and config.programs:
-        tiles = rows * -(-width // queries)
+        tiles = rows.most * -(-rows.width // queries)
         programs = min(units, max(config.programs * processors(q.device), tiles * chunks))
     _attend[(programs,)](
-        q, cache, table, slots, positions, work, num_work, out,
+        q, cache, table, places.slots, places.positions, work, pieces.used, out,
         workspace.parts, workspace.tops, workspace.totals, workspace.arrived, workspace.claims,
-        scale * LOG2_E, *q.stride()[:2], cache.stride(0), table.stride(0),
+        latents.scale * LOG2_E, *q.stride()[:2], cache.stride(0), table.stride(0),
         HEADS=heads, RANK=rank, ROPE=entry - rank, WIDTH=max(triton.next_power_of_2(rank), 16),
         ROPE_WIDTH=max(triton.next_power_of_2(entry - rank), 16), ROWS=config.rows, QUERIES=queries,
-        BLOCK=block, SPLIT=split, TILE=tile_keys(q.dtype), MODE=mode,
+        BLOCK=block, SPLIT=latents.split, TILE=tile_keys(q.dtype), MODE=mode,
         enable_fp_fusion=False, **options(num_warps=config.warps, num_stages=config.stages),
     )  # fmt: skip

@@ -38,15 +38,15 @@ from torch import Tensor
 
 from preheat.backends.cuda import attention_hopper as hopper
 from preheat.backends.cuda.attention_tile import absorb, add_sink, blocks_of, merge, nothing
+from preheat.backends.cuda.attention_values import ANY_ROWS, LOG2_E, Pieces, Places, Rows, Scores
 from preheat.backends.cuda.card import PORTABLE, Card
 from preheat.backends.cuda.device import card_at
 from preheat.backends.cuda.launch import begin, options, processors
-from preheat.backends.cuda.work import BEHIND, MOST_SPLITS, SPLIT, WHOLE_CONTEXT
+from preheat.backends.cuda.work import BEHIND, MOST_SPLITS, WHOLE_CONTEXT
 
 TILE = 64
 """Keys of a tile. Part of the contract."""
 
-LOG2_E = 1.4426950408889634
 LOG2E: tl.constexpr = tl.constexpr(LOG2_E)
 SPLITS, WHOLE = tl.constexpr(MOST_SPLITS), tl.constexpr(WHOLE_CONTEXT)
 OTHERS = tl.constexpr(BEHIND)
@@ -411,56 +411,44 @@ def query_tile(heads: int, kv_heads: int, config: AttentionConfig) -> int:
 def decode_attention(
     q: Tensor,
     cache: Tensor,
-    table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    work: Tensor,
-    num_work: Tensor,
     out: Tensor,
+    places: Places,
+    pieces: Pieces,
     workspace: Workspace,
-    scale: float,
-    window: int | None,
+    scores: Scores,
+    rows: Rows = ANY_ROWS,
     *,
-    split: int = SPLIT,
     config: AttentionConfig | None = None,
-    rows: int = 0,
-    width: int = 1,
-    alibi: Tensor | None = None,
-    value_scale: float | None = None,
-    sinks: Tensor | None = None,
 ) -> None:
-    """Attention of decoding rows: one token each, or up to ``width`` consecutive tokens.
+    """Attention of decoding rows: one token each, or up to ``rows.width`` consecutive tokens.
 
     The result goes to the tokens' rows of ``out``. ``q`` [tokens, heads, dim] (any strides but the last), ``cache``
-    [blocks, 2, kv heads, block size, dim] (any strides but the last two), ``table`` int32 [slots, max blocks],
-    ``slots`` and ``positions`` int32 [tokens], ``out`` [tokens, heads * dim].
+    [blocks, 2, kv heads, block size, dim] (any strides but the last two), ``out`` [tokens, heads * dim].
 
-    ``work`` int32 [most pieces, 2] comes from :func:`preheat.backends.cuda.work.decode_work` for the same ``split`` and
-    ``window``; the first ``num_work`` [1] pieces count. Where rows are longer than one token, its tiles have
-    :func:`verify_queries` tokens. The host copies ``work``, ``num_work``, ``slots`` and ``positions`` for each step.
-    They are read before earlier kernels end, so no kernel may write them.
+    ``pieces`` come from :func:`preheat.backends.cuda.work.decode_work` for the split and the window of ``scores``.
+    Where rows are longer than one token, its tiles have :func:`verify_queries` tokens.
 
-    The grid is persistent and has at least one program for each kv head of ``rows`` rows. A grid for the largest
-    possible work would mostly start programs without any. ``alibi`` fp32 [heads] holds slopes, ``sinks`` fp32 [heads]
-    scores without keys. ``cache`` may have eight bits: ``scale`` then includes the scale of its keys, and
-    ``value_scale`` multiplies the output.
+    The grid is persistent and has at least one program for each kv head of ``rows.most`` rows. A grid for the largest
+    possible work would mostly start programs without any.
     """
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
+    work, width, window = pieces.work, rows.width, scores.window
     units = len(work) * kv_heads
-    config = config or decode_config(rows, dim, q.dtype, cache.dtype)
+    config = config or decode_config(rows.most, dim, q.dtype, cache.dtype)
     query_rows, queries, warps = max(config.rows, triton.next_power_of_2(heads // kv_heads)), 1, config.warps
     if width > 1:
         query_rows, warps = verify_rows(heads, kv_heads, width, dim, q.dtype), max(warps, 4)
         queries = verify_queries(heads, kv_heads, width, dim, q.dtype)
-    tiles = rows * -(-width // queries)
+    tiles = rows.most * -(-width // queries)
     programs = min(units, max(config.programs * processors(q.device), tiles * kv_heads)) if config.programs else units
     _decode[(programs,)](
-        q, cache, table, slots, positions, work, num_work, out,
-        workspace.parts, workspace.tops, workspace.totals, workspace.arrived, workspace.claims, alibi, sinks,
-        scale * LOG2_E, value_scale, *q.stride()[:2], *cache.stride()[:3], table.stride(0),
+        q, cache, places.table, places.slots, places.positions, work, pieces.used, out,
+        workspace.parts, workspace.tops, workspace.totals, workspace.arrived, workspace.claims,
+        scores.alibi, scores.sinks, scores.scale * LOG2_E, scores.value_scale,
+        *q.stride()[:2], *cache.stride()[:3], places.table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=triton.next_power_of_2(dim), ROWS=query_rows, QUERIES=queries,
-        BLOCK=block, SPLIT=split, TILE=TILE, WINDOW=window or 0, VERIFY=width > 1,
+        BLOCK=block, SPLIT=scores.split, TILE=TILE, WINDOW=window or 0, VERIFY=width > 1,
         enable_fp_fusion=False, **options(num_warps=max(warps, query_rows // 16), num_stages=config.stages),
     )  # fmt: skip
 
@@ -468,46 +456,35 @@ def decode_attention(
 def prefill_attention(
     q: Tensor,
     cache: Tensor,
-    table: Tensor,
-    slots: Tensor,
-    positions: Tensor,
-    tiles: Tensor,
-    num_tiles: Tensor,
     out: Tensor,
-    scale: float,
-    window: int | None,
+    places: Places,
+    pieces: Pieces,
+    scores: Scores,
     *,
-    split: int = SPLIT,
     config: AttentionConfig | None = None,
-    alibi: Tensor | None = None,
-    value_scale: float | None = None,
-    sinks: Tensor | None = None,
     sides: bool = False,
 ) -> None:
     """Attention of runs of tokens with their keys already in the cache.
 
-    The result goes to the tokens' rows of ``out``. ``tiles`` int32 [most tiles, 2] comes from
-    :func:`preheat.backends.cuda.work.prefill_tiles` for tiles of :func:`query_tile` tokens, and for the same ``sides``:
-    whether a token sees the whole run, without ALiBi. The first ``num_tiles`` [1] tiles count. :func:`decode_attention`
-    describes the other arguments. Where Hopper's kernel fits, it runs unless ``config`` is given, and gives the same
-    bits.
+    The result goes to the tokens' rows of ``out``. ``pieces`` are tiles of :func:`query_tile` tokens from
+    :func:`preheat.backends.cuda.work.prefill_tiles`, for the same ``sides``: whether a token sees the whole run,
+    without ALiBi. :func:`decode_attention` describes the other arguments. Where Hopper's kernel fits, it runs unless
+    ``config`` is given, and gives the same bits.
     """
-    assert not sides or alibi is None, "slopes count distances backwards alone"
-    if config is None and alibi is None and not sides and hopper.fits(q, cache):
-        hopper.prefill_attention(
-            q, cache, table, slots, positions, tiles, num_tiles, out, scale * LOG2_E, window, split, value_scale,
-            sinks,
-        )  # fmt: skip
+    assert not sides or scores.alibi is None, "slopes count distances backwards alone"
+    if config is None and scores.alibi is None and not sides and hopper.fits(q, cache):
+        hopper.prefill_attention(q, cache, out, places, pieces, scores)
         return
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
     config = config or prefill_config(dim, q.dtype, card_at(q.device))
     group_rows = triton.next_power_of_2(heads // kv_heads)
-    _prefill[(len(tiles) * kv_heads,)](
-        q, cache, table, slots, positions, tiles, num_tiles, out, alibi, sinks,
-        scale * LOG2_E, value_scale, *q.stride()[:2], *cache.stride()[:3], table.stride(0),
+    _prefill[(len(pieces.work) * kv_heads,)](
+        q, cache, places.table, places.slots, places.positions, pieces.work, pieces.used, out,
+        scores.alibi, scores.sinks, scores.scale * LOG2_E, scores.value_scale,
+        *q.stride()[:2], *cache.stride()[:3], places.table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=triton.next_power_of_2(dim),
         ROWS=max(config.rows, group_rows), GROUP_ROWS=group_rows,
-        BLOCK=block, SPLIT=split, TILE=TILE, WINDOW=window or 0, SIDES=sides,
+        BLOCK=block, SPLIT=scores.split, TILE=TILE, WINDOW=scores.window or 0, SIDES=sides,
         enable_fp_fusion=False, **options(num_warps=config.warps, num_stages=config.stages),
     )  # fmt: skip

@@ -16,10 +16,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from preheat.backends.base.layers import Norm
+from preheat.backends.cuda.attention_values import Places
 from preheat.backends.cuda.launch import COMPILED, begin, options
 from preheat.backends.cuda.norm import inverse_rms
 from preheat.backends.cuda.quantize import divided
-from preheat.ops.kinds import NormKind
 
 HEADS_PER_PROGRAM = 8
 
@@ -146,16 +147,10 @@ def _rope_and_write(
 
 def rope_and_write(
     qkv: Tensor,
-    rope: Tensor | None,
-    slots: Tensor,
-    positions: Tensor,
-    table: Tensor,
     cache: Tensor,
-    heads: int,
-    kv_heads: int,
-    norm: Tensor | None,
-    eps: float,
-    kind: NormKind = "rms",
+    places: Places,
+    rope: Tensor | None = None,
+    norm: Norm | None = None,
     *,
     scales: tuple[float, float] | None = None,
     growth: Tensor | None = None,
@@ -165,21 +160,21 @@ def rope_and_write(
 
     Queries change in place in ``qkv`` [tokens, heads + 2 * kv heads, dim], contiguous: queries, keys, values. The keys
     in ``qkv`` stay as they are. ``rope`` [positions, 2, dim], or with a 1 before dim, comes from
-    :func:`preheat.model.rope.rope_table`. ``slots`` and ``positions`` int32 [tokens], ``table`` int32 [slots, max
-    blocks]. A token's place in ``cache`` [blocks, 2, kv heads, block size, dim] (any strides but the last two) is block
-    ``table[slot, position // block size]``. ``norm`` [heads + kv heads, dim] holds the weights of a root-mean-square
-    norm of this ``kind``. ``growth`` [positions] are factors of rotated queries. The host copies ``slots``,
-    ``positions`` and ``table`` for each step. They are read before earlier kernels end, so no kernel may write them.
+    :func:`preheat.model.rope.rope_table`. A token's place in ``cache`` [blocks, 2, kv heads, block size, dim] (any
+    strides but the last two) is block ``table[slot, position // block size]`` of ``places``. ``norm`` is a
+    root-mean-square norm with weights [heads + kv heads, dim]. ``growth`` [positions] are factors of rotated queries.
     ``scales`` of keys and of values are for a ``cache`` of eight bits. ``by_token``: ``rope`` is [tokens, 2, dim], a
     row for each token. An earlier kernel of the step writes it, and a kernel that waits for its end lies between them.
     """
+    weight, eps, kind = (None, 0.0, "rms") if norm is None else (norm.weight, norm.eps, norm.kind)
     assert kind != "layer", "heads have root-mean-square norms"
     key_scale, value_scale = (None, None) if scales is None else scales
-    dim, block = cache.shape[4], cache.shape[3]
+    kv_heads, block, dim = cache.shape[2:]
+    heads = qkv.shape[1] - 2 * kv_heads
     programs = (len(qkv), triton.cdiv(heads + 2 * kv_heads, HEADS_PER_PROGRAM))
     _rope_and_write[programs](
-        qkv, rope, growth, slots, positions, table, cache, norm, eps, key_scale, value_scale,
-        *cache.stride()[:3], table.stride(0),
+        qkv, rope, growth, places.slots, places.positions, places.table, cache, weight, eps, key_scale, value_scale,
+        *cache.stride()[:3], places.table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2), BLOCK=block,
         PER_PROGRAM=HEADS_PER_PROGRAM, KIND=kind,
         MOST=torch.finfo(cache.dtype).max if scales else 0.0, BY_TOKEN=by_token,
