@@ -320,7 +320,7 @@ FAULTS = (
     ),
     Fault(
         "the choices of a request share their noise",
-        (Edit(_FRONTEND, "state.max_tokens, choice.index, stop_ids,", "state.max_tokens, 0, stop_ids,"),), _SERVED,
+        (Edit(_FRONTEND, "state.max_tokens, index, stop_ids,", "state.max_tokens, 0, stop_ids,"),), _SERVED,
     ),
     Fault(
         "the frontend forgets a request's salt",
