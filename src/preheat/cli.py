@@ -27,7 +27,7 @@ import msgspec
 from preheat import __version__, client
 from preheat.backends.registry import facts_of
 from preheat.core import SAMPLING_FIELDS, Ready, SamplingParams
-from preheat.errors import EngineDead, InvalidRequest, PreheatError, SettingsError
+from preheat.errors import InvalidRequest, PreheatError, SettingsError
 from preheat.frontend.input_processor import check_params
 from preheat.plan import commands as plan_commands
 from preheat.plan.modes import with_defaults
@@ -657,14 +657,8 @@ def _replay_log(receipts: Sequence[Any], engine: Any, *, as_json: bool) -> int:
     from preheat.verify import replay
 
     equal = 0
-    for number, receipt in enumerate(receipts, 1):
-        try:
-            replay.check_contract(receipt, engine)
-            found = replay.replay(receipt, engine)
-        except EngineDead:
-            raise
-        except PreheatError as error:
-            found = replay.Outcome(len(receipt.tokens), 0, error.message)
+    found_each = replay.replay_log(receipts, engine)
+    for number, (receipt, found) in enumerate(zip(receipts, found_each, strict=True), 1):
         equal += found.equal
         if as_json:
             print(msgspec.json.encode(found).decode())

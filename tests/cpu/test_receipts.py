@@ -106,6 +106,19 @@ def test_a_changed_receipt_is_found_at_its_first_position(engine: Engine, receip
     assert position is None or found.position == position
 
 
+def test_receipts_of_a_log_run_together_and_a_failed_one_harms_no_other(
+    engine: Engine, receipts: list[Receipt]
+) -> None:
+    unknown = replace(receipts[0], request=replace(receipts[0].request, lora_name="unknown"), adapter="none")
+    elsewhere = replace(receipts[3], contract=replace(receipts[3].contract, weights="others"))
+    asked = [receipts[0], changed_digest(receipts[1]), elsewhere, receipts[2], changed_token(receipts[3])]
+    found = list(replay.replay_log(asked, engine))
+    assert [each.position for each in found] == [None, 5, 0, None, 3]
+    again = list(replay.replay_log([*asked, unknown], engine))
+    assert again[:-1] == found and "another contract" in found[2].what
+    assert "the engine failed a request" in again[-1].what and engine.loop.idle
+
+
 def test_a_changed_weight_is_found(options: dict[str, object], receipts: list[Receipt], tmp_path: Path) -> None:
     """One flipped bit of the weights: the contract names it, and the logits show it."""
     shutil.copytree(str(options["model"]), tmp_path, dirs_exist_ok=True)

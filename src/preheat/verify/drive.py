@@ -133,7 +133,7 @@ class Engine:
     def run(self, prompts: Sequence[Asks], pace: Pace = at_once) -> list[Seen]:
         """Run ``prompts`` and return the output of each.
 
-        Raises PreheatError if the engine fails a request.
+        Raises PreheatError if the engine fails a request; the others are cancelled.
         """
         first = self._take_ids(len(prompts))
         ids = range(first, first + len(prompts))
@@ -145,7 +145,10 @@ class Engine:
                 running += 1
             for delta in self._advance():
                 deltas.append(delta)
-                running -= _num_finished(delta, ids)
+                if (error := _failure(delta)) is not None:
+                    self._cancel(ids)
+                    raise error
+                running -= sum(id in ids for id in delta.finished)
         self.loop.scheduler.check()
         self.answers = _answers(deltas, ids)
         seen = self._watcher.take(first)
@@ -177,9 +180,20 @@ class Engine:
         for _ in range(steps + 1):
             cancelling(0)
             self._advance()
+        self._settle()
+        return []
+
+    def _cancel(self, ids: Iterable[int]) -> None:
+        """Cancel the requests ``ids``; some may have ended."""
+        for id in ids:
+            self._transport.send(Cancel(id))
+        self._advance()
+        self._settle()
+
+    def _settle(self) -> None:
+        """Wait for the steps in flight, and forget their logits."""
         self.loop.finish()
         self._watcher.take(0)
-        return []
 
     def serve(self, prompts: Sequence[Prompt], moves: Callable[[], bool] = lambda: False) -> list[RequestState]:
         """Answer ``prompts`` all at once through the frontend, as for clients.
@@ -281,15 +295,12 @@ def _answers(deltas: Sequence[Delta], ids: range) -> list[Answer]:
     return [found[id] for id in ids]
 
 
-def _num_finished(delta: Delta, ids: range) -> int:
-    """Return how many of the requests ``ids`` have ended.
-
-    Raises PreheatError for a failed one.
-    """
+def _failure(delta: Delta) -> PreheatError | None:
+    """Return the error of a failed request, None if no request failed."""
     for finish in delta.finished.values():
         if finish.reason == "error":
-            raise PreheatError(f"the engine failed a request: {finish.error and finish.error.message}")
-    return sum(id in ids for id in delta.finished)
+            return PreheatError(f"the engine failed a request: {finish.error and finish.error.message}")
+    return None
 
 
 class LogitWatcher:

@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from preheat.core import Request, Resume
-from preheat.errors import InvalidRequest, PreheatError, SettingsError
+from preheat.errors import EngineDead, InvalidRequest, PreheatError, SettingsError
 from preheat.frontend.receipt import Receipt, asked_digest, chain_of
 from preheat.frontend.receipt_log import log_files
 from preheat.utils.contract import Contract, Difference, first_difference
@@ -27,6 +27,9 @@ Say = Callable[[str], None]
 
 TOP = 20
 """Logits of a step that are printed, the greatest first."""
+
+TOGETHER = 64
+"""Receipts of a log that run together."""
 
 MOST_BYTES = TABLE_BYTES
 FRONTEND_PARTS = ("tokenizer", "template", "defaults")
@@ -167,10 +170,54 @@ def check_contract(receipt: Receipt, engine: Engine) -> None:
 
 def replay(receipt: Receipt, engine: Engine) -> Outcome:
     """Give the answer again and compare it with its receipt. Raises PreheatError if the engine refuses the request."""
-    (seen,) = engine.run([Replayed(receipt, 0, len(receipt.tokens))])
-    tokens, total = engine.answers[0].tokens, len(receipt.tokens)
-    for position, (bits, expected) in enumerate(zip(receipt.bits, seen.bits, strict=False)):
-        if bits != expected:
+    return _replayed([receipt], engine)[0]
+
+
+def replay_log(receipts: Sequence[Receipt], engine: Engine) -> Iterator[Outcome]:
+    """Yield the outcome of each receipt. Receipts that the engine cannot give again are not equal.
+
+    Answers do not depend on their neighbors, so many run together. Raises EngineDead.
+    """
+    for first in range(0, len(receipts), TOGETHER):
+        group = receipts[first : first + TOGETHER]
+        refused = [_refusal(receipt, engine) for receipt in group]
+        given = iter(_given([each for each, why in zip(group, refused, strict=True) if why is None], engine))
+        yield from (next(given) if why is None else why for why in refused)
+
+
+def _refusal(receipt: Receipt, engine: Engine) -> Outcome | None:
+    """Return the outcome of a receipt with another contract, None if the engine has the receipt's."""
+    try:
+        check_contract(receipt, engine)
+    except PreheatError as error:
+        return Outcome(len(receipt.tokens), 0, error.message)
+    return None
+
+
+def _given(receipts: Sequence[Receipt], engine: Engine) -> list[Outcome]:
+    """Return the outcomes of receipts that run together, or one by one if a request fails."""
+    try:
+        return _replayed(receipts, engine)
+    except EngineDead:
+        raise
+    except PreheatError as error:
+        if len(receipts) == 1:
+            return [Outcome(len(receipts[0].tokens), 0, error.message)]
+    return [outcome for receipt in receipts for outcome in _given([receipt], engine)]
+
+
+def _replayed(receipts: Sequence[Receipt], engine: Engine) -> list[Outcome]:
+    """Give answers again, all at once, and compare each with its receipt."""
+    runs = engine.run([Replayed(receipt, 0, len(receipt.tokens)) for receipt in receipts])
+    answers = [each.tokens for each in engine.answers]
+    return [_outcome(receipt, seen.bits, tokens) for receipt, seen, tokens in zip(receipts, runs, answers, strict=True)]
+
+
+def _outcome(receipt: Receipt, bits: Sequence[object], tokens: Sequence[int]) -> Outcome:
+    """Compare the digests and tokens of an answer with its receipt."""
+    total = len(receipt.tokens)
+    for position, (digest, expected) in enumerate(zip(receipt.bits, bits, strict=False)):
+        if digest != expected:
             return Outcome(total, position, "the logits differ")
         if receipt.tokens[position] != tokens[position]:
             return Outcome(total, position, f"the token is {tokens[position]}, not {receipt.tokens[position]},")
