@@ -23,9 +23,6 @@ from preheat.limits import Limits
 from preheat.ops.delta import DeltaStates, DeltaWeights
 from preheat.ops.values import Recurrence
 
-ROWS = 4
-"""The first word of the rows in the table. Word 0 is the number of rows."""
-
 
 class Config(NamedTuple):
     """The columns of a program of the recurrence, its warps and stages, and the most rows with programs of their own.
@@ -48,9 +45,10 @@ PROMPTS, DECODING = Config(8, 1, 4, 32), Config(32, 4, 1, 1 << 16)
 class Table:
     """The rows of steps within ``limits``, int32 on the device and in pinned memory.
 
-    First comes the number of rows. Then each row's first token, its slot to read, its first part, and the part behind
-    its last one. The last row of the step comes first: prompts lie behind rows that decode, and take longest. Then each
-    part's end and its slot to write. Then each token's row, counted from 1; padding has 0.
+    First come each row's first token, its slot to read, its first part, and the part behind its last one. The last row
+    of the step comes first: prompts lie behind rows that decode, and take longest. Rows beyond the step's have zeros.
+    Then each part's end and its slot to write. Then the first token of each token's row, counted from 1, and the row's
+    slot to read; padding has zeros.
     """
 
     rows: int
@@ -65,30 +63,28 @@ class Table:
     @property
     def parts_at(self) -> int:
         """The first word of the parts."""
-        return ROWS + 4 * self.rows
+        return 4 * self.rows
 
     @property
     def owners_at(self) -> int:
-        """The first word of the tokens' rows."""
+        """The first word of the tokens."""
         return self.parts_at + 2 * self.parts
 
     @property
     def words(self) -> int:
-        return self.owners_at + self.tokens
+        return self.owners_at + 2 * self.tokens
 
     def of_step(self, states: StepStates, tokens: int) -> np.ndarray:
         """Return the words of a step of ``tokens`` tokens, padding included."""
-        words = np.zeros(self.owners_at + tokens, np.int32)
+        words = np.zeros(self.owners_at + 2 * tokens, np.int32)
         begins = (np.diff(states.row, prepend=-1) > 0).nonzero()[0]  # the first part of each row
         ends, behind = states.extend.cumsum(), np.append(begins, len(states.row))[1:]
         first = ends[begins] - states.extend[begins]
-        words[0] = len(begins)
-        words[ROWS : ROWS + 4 * len(begins)] = np.stack((first, states.read[begins], begins, behind), 1)[::-1].ravel()
+        words[: 4 * len(begins)] = np.stack((first, states.read[begins], begins, behind), 1)[::-1].ravel()
         parts = np.stack((ends, states.write), 1).ravel()
         words[self.parts_at : self.parts_at + len(parts)] = parts
-        words[self.owners_at : self.owners_at + ends[-1]] = np.repeat(
-            np.arange(len(begins), 0, -1), ends[behind - 1] - first
-        )
+        of_rows = np.stack((first + 1, states.read[begins]), 1).repeat(ends[behind - 1] - first, 0)
+        words[self.owners_at : self.owners_at + of_rows.size] = of_rows.ravel()
         return words
 
 

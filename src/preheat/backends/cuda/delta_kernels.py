@@ -149,11 +149,11 @@ def prepare(
     """Run steps 1 to 3 of the contract, for a token and a key head with its value heads a program."""
     begin(overlap)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    row = tl.load(table + OWNERS + token) - 1
-    if row < 0:
+    behind = tl.load(table + OWNERS + 2 * token)
+    if behind == 0:
         return
-    first = tl.load(table + 4 + 4 * row)
-    slot, fresh = tl.load(table + 5 + 4 * row).to(tl.int64), (tl.load(positions + first) == 0).to(tl.int32)
+    first, slot = behind - 1, tl.load(table + OWNERS + 2 * token + 1).to(tl.int64)
+    fresh = (tl.load(positions + token) == token - first).to(tl.int32)  # positions of a row are neighbors
     HEADS: tl.constexpr = KEY_HEADS * SHARE
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE
     OWN: tl.constexpr = SHARE * VALUE
@@ -207,7 +207,7 @@ def _keep_windows(
 @triton.jit
 def _row(table, row, PARTS: tl.constexpr):
     """Return the first token of a row, its slot to read, its first part, and the part behind its last one."""
-    words, inside = table + 4 + 4 * row, row < (PARTS - 4) // 4
+    words, inside = table + 4 * row, row < PARTS // 4
     first, slot = tl.load(words, mask=inside, other=0), tl.load(words + 1, mask=inside, other=0)
     part, last = tl.load(words + 2, mask=inside, other=0), tl.load(words + 3, mask=inside, other=0)
     return first, slot.to(tl.int64), part, last
@@ -318,7 +318,7 @@ def finish(
     begin(overlap)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     here = (token * HEADS + head) * VALUE + values
-    if tl.load(table + OWNERS + token) == 0:
+    if tl.load(table + OWNERS + 2 * token) == 0:
         tl.store(result + here, tl.zeros([VALUE], result.dtype.element_ty))
     else:
         wide = tl.load(out + here)
