@@ -98,7 +98,8 @@ class Parts(NamedTuple):
             transport, scheduler=self.scheduler, packer=self.packer, executor=self.executor, grammars=self.grammars,
             adapters=self.adapters, overlap=device.overlap, **more,
         )  # fmt: skip
-        loop.delivers_late = any(device.backend.facts.functions) and self.scheduler.drafting is None
+        goes_on = any(device.backend.facts.functions) and not self.packer.plan.limits.pools
+        loop.delivers_late = goes_on and self.scheduler.drafting is None
         return loop
 
     def check(self, device: Device, record: Record) -> BootCheck:

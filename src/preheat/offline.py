@@ -17,7 +17,6 @@ from preheat.frontend.adapters import LoRARequest
 from preheat.frontend.beams import BeamSearchParams
 from preheat.frontend.embedding import (
     PoolingParams,
-    asked_of,
     check_dimensions,
     check_of_tokens,
     cosine,
@@ -319,8 +318,8 @@ class OfflineClient:
         """Prepare a pooling request for each prompt. ``truncate`` applies unless ``tokenization`` has a limit."""
         pooling, (adds, own) = self.frontend.pooling_of("LLM.encode"), _tokenized(tokenization)
         check_dimensions(pooling, params.dimensions)
-        asked = asked_of(pooling, truncate if own is None else own, of_tokens=params.task == "token_embed")
-        wanted = self.frontend.input.checked(asked)
+        cut = truncate if own is None else own
+        wanted = self.frontend.asked_of(pooling, cut, of_tokens=params.task == "token_embed")
         adapters, states = adapter_of_each(lora, len(prompts)), list[RequestState]()
         for place, prompt in enumerate(prompts):
             with naming_prompt(place, len(prompts)):

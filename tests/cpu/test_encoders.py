@@ -121,6 +121,23 @@ def test_the_same_bits_beside_any_other_texts(bert, llm, monkeypatch):
     assert not same_bits(llm)
 
 
+def test_a_vector_does_not_wait_for_the_next_step(llm, monkeypatch):
+    """A step's vectors are delivered behind it: no other step comes first."""
+
+    def finished() -> list[bool]:
+        states = llm.prepared_to_pool([{"prompt_token_ids": ids} for ids in texts_of(64, 5)], AS_IT_IS, None, None)
+        llm.start(states)
+        llm.advance()
+        found = [state.finished for state in states]
+        while llm.frontend.busy:
+            llm.advance()
+        return found
+
+    assert finished() == [True, True]
+    monkeypatch.setattr(llm.loop, "delivers_late", True)
+    assert finished() == [False, False]
+
+
 def test_a_text_is_read_in_one_step(bert, llm):
     """The longest text is read whole; a longer one, or one beyond the tokens of a step, is refused."""
     steps = llm.loop.scheduler.limits.max_num_batched_tokens

@@ -7,7 +7,8 @@ The life of a request: the transport hands over a Request (``take``). The schedu
 With ``overlap`` the loop launches a step before it waits for the previous one, so that the device always has work. A
 step with drafts must be waited for first; the next step is then launched before the frontend gets the results. Until a
 step must be prepared the loop keeps listening, so that new requests can join the step. A loop that ``delivers_late``
-does so with every step: the frontend gets the results while the next step runs.
+does so with every step: the frontend gets the results while the next step runs. A loop that pools delivers at once, as
+the launch of its steps waits for them.
 
 A request with an adapter or a grammar first waits beside the queue until both are ready (``admission``). The scheduler
 lists the adapters to load into adapter slots before a step. A step with grammars is launched up to its logits. The loop

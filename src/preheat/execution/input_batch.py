@@ -184,8 +184,10 @@ class Packer:
         sampled_rows, positions = schedule.sampled()
         sampled_slots = schedule.slots[sampled_rows]
         sampled_tokens = ends[sampled_rows] - 1 - (schedule.ends[sampled_rows] - positions)
-        sampling = sampling_input(slots, sampled_slots, positions + self.ahead, self._stages)
-        if self.plan.limits.pools:
+        if not self.plan.limits.pools:
+            sampling = sampling_input(slots, sampled_slots, positions + self.ahead, self._stages)
+        else:
+            sampling = SamplingInput(len(sampled_rows), random=None, penalties=None, edits=None)  # nothing is drawn
             sampled_rows, sampled_tokens = self._states_of(schedule, ends, sampled_rows, sampled_tokens)
             sampled_slots = schedule.slots[sampled_rows]
         alternatives, adapters = slots.logprobs[sampled_slots], slots.adapter[schedule.slots]

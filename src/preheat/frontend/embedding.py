@@ -18,6 +18,7 @@ from preheat.frontend.outputs import PoolingOutput, PoolingRequestOutput
 from preheat.frontend.pairs import Pair
 from preheat.frontend.request_state import RequestState
 from preheat.utils.pooling import Pooling
+from preheat.utils.sentence_modules import PoolingType
 
 
 class PoolingParams(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -40,16 +41,13 @@ class PoolingParams(msgspec.Struct, frozen=True, omit_defaults=True):
 _LAST = SamplingParams(temperature=0.0, seed=0, max_tokens=1, ignore_eos=True, detokenize=False, logprobs=0)
 
 
-def asked_of(
-    pooling: Pooling, truncate: int | None = None, side: str | None = None, *, of_tokens: bool = False
-) -> SamplingParams:
+def asked_of(kind: PoolingType, truncate: int | None, side: str | None) -> SamplingParams:
     """Return the sampling parameters that make the engine report hidden states.
 
-    The report covers one token, or all tokens of the prompt; the prefix cache then serves none of them. With
-    ``of_tokens`` each token has a vector. A single token is sampled and not shown. ``truncate`` is
+    The report covers one token, or all tokens of the prompt; the prefix cache then serves none of them. With the
+    ``kind`` ALL each token has a vector. A single token is sampled and not shown. ``truncate`` is
     ``truncate_prompt_tokens``, ``side`` is ``truncation_side``.
     """
-    kind = "ALL" if of_tokens else pooling.type
     pool = POOLS.index(kind) if kind in POOLS else None
     return replace(_LAST, prompt_logprobs=pool, truncate_prompt_tokens=truncate, truncation_side=side)
 

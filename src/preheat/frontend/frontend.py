@@ -43,18 +43,20 @@ from preheat.frontend.adapters import Adapters
 from preheat.frontend.answer_cache import AnswerCache
 from preheat.frontend.answer_format import AnswerFormats
 from preheat.frontend.chat_template import ChatTemplate
+from preheat.frontend.embedding import asked_of
 from preheat.frontend.input_processor import InputProcessor, recommended_params
 from preheat.frontend.long_texts import LongTexts
 from preheat.frontend.output_processor import OutputProcessor
 from preheat.frontend.prompt_embeds import PromptEmbeds
 from preheat.frontend.receipts import Receipts
 from preheat.frontend.relay import Relay, apart
-from preheat.frontend.request_state import Choice, RequestState
+from preheat.frontend.request_state import CheckedParams, Choice, RequestState
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.frontend.tracing import RequestTraces
 from preheat.metrics import Metrics
 from preheat.utils.contract import Contract, digest_of
 from preheat.utils.pooling import Pooling
+from preheat.utils.sentence_modules import PoolingType
 
 if TYPE_CHECKING:
     from preheat.frontend.images import Images, Source  # needs Pillow; models without images do without it
@@ -64,6 +66,9 @@ _encode = msgspec.msgpack.Encoder().encode
 
 MOST_BYTES = 2**28
 """Most bytes that one client's request gives to the engine."""
+
+_MOST_POOLED = 64
+"""Most parameters of texts to pool that are kept: clients choose where a text is cut."""
 
 ID_BYTES = 8
 """Bytes of a token id in a list."""
@@ -140,6 +145,7 @@ class Frontend:
         self.state = EngineState()
         self._send, self._options = send, options
         self._relays = dict[int, Relay]()  # by id, the requests of other frontends
+        self._pooled = dict[tuple[PoolingType, int | None, str | None], CheckedParams]()
         self._starting = 0  # sequences of requests that are being sent
         self._commands, self._asked = count(1), dict[int, Callable[[Outcome], None]]()
 
@@ -247,6 +253,21 @@ class Frontend:
                 f"The model does not support {what}: it has {len(found.classes)} classes, and a score is the number of "
                 "a single one; see /classify"
             )
+        return found
+
+    def asked_of(
+        self, pooling: Pooling, truncate: int | None = None, side: str | None = None, *, of_tokens: bool = False
+    ) -> CheckedParams:
+        """Return the checked parameters of a text to pool; see :func:`preheat.frontend.embedding.asked_of`.
+
+        They are made once, as most texts have the same. Raises InvalidRequest.
+        """
+        key = "ALL" if of_tokens else pooling.type, truncate, side
+        found = self._pooled.get(key)
+        if found is None:
+            if len(self._pooled) >= _MOST_POOLED:
+                self._pooled.clear()
+            found = self._pooled[key] = self.input.checked(asked_of(*key))
         return found
 
     def load_images(self, sources: Sequence[Source]) -> list[Image]:

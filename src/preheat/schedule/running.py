@@ -106,7 +106,8 @@ class RunningSequences:
         self.sequences[slot] = sequence
         self.ids[slot] = sequence.request.id
         self._slot_of[sequence.request.id] = slot
-        self.order = np.insert(self.order, self._place_of(sequence), slot)
+        place = self._place_of(sequence)
+        self.order = np.concatenate((self.order[:place], (slot,), self.order[place:]))  # np.insert takes far longer
         self.changes += 1
         return slot
 

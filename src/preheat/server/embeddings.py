@@ -17,7 +17,6 @@ from starlette.types import ASGIApp
 
 from preheat.errors import InvalidRequest
 from preheat.frontend.embedding import (
-    asked_of,
     check_dimensions,
     check_of_tokens,
     class_numbers,
@@ -94,10 +93,10 @@ async def embedded_states(
     """Return the checked requests for the embeddings of the ``given`` texts, or of their tokens."""
     own = frontend.pooling_of("Embeddings API")
     check_dimensions(own, body.dimensions)
-    params = asked_of(own, body.truncate_prompt_tokens, body.truncation_side, of_tokens=of_tokens)
     with as_input():
+        params = frontend.asked_of(own, body.truncate_prompt_tokens, body.truncation_side, of_tokens=of_tokens)
         prompts = await interpreted(
-            request, partial(listed, frontend, given if isinstance(given, str) else list(given), params)
+            request, partial(listed, frontend, given if isinstance(given, str) else list(given), params.params)
         )
         return await prepared(
             request, prompts, params, add_special_tokens=body.add_special_tokens is not False,

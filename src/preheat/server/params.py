@@ -14,7 +14,7 @@ from preheat.frontend.frontend import Frontend
 from preheat.frontend.input_processor import naming_prompt
 from preheat.frontend.pairs import Pair
 from preheat.frontend.prompt_embeds import Embedded
-from preheat.frontend.request_state import RequestState
+from preheat.frontend.request_state import CheckedParams, RequestState
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.frontend.tracing import parent_of
 from preheat.server import answers
@@ -72,7 +72,7 @@ def sampling(
 async def prepared(
     request: Request,
     prompts: Sequence[str | list[int] | Embedded | Pair],
-    params: SamplingParams,
+    params: SamplingParams | CheckedParams,
     *,
     add_special_tokens: bool,
     cache_salt: str,
@@ -80,7 +80,7 @@ async def prepared(
     cap_length: bool,
     images: Sequence[Image] = (),
 ) -> list[RequestState]:
-    """Return the checked requests for ``prompts``.
+    """Return the checked requests for ``prompts``; ``params`` are checked unless they are already.
 
     Prompts that are certainly too long are refused before any is encoded. Each prompt has a turn of its own, so that
     other clients' prompts come in between. Raises InvalidRequest.
@@ -89,9 +89,11 @@ async def prepared(
     replica = replica_asked(request)
     for place, prompt in enumerate(prompts):
         with naming_prompt(place, len(prompts)):
-            frontend.input.check_length(prompt, params)
+            frontend.input.check_length(prompt, params.params if isinstance(params, CheckedParams) else params)
     total = max(body_size(request), sum(map(len, prompts)))
-    checked = await in_turn(request, total, partial(frontend.input.checked, params))
+    checked = params
+    if not isinstance(params, CheckedParams):
+        checked = await in_turn(request, total, partial(frontend.input.checked, params))
     prepare = partial(
         frontend.prepare,
         params=checked,

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from preheat.errors import InvalidRequest
-from preheat.frontend.embedding import asked_of, paired, pairs_of
+from preheat.frontend.embedding import paired, pairs_of
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.request_state import RequestState
 from preheat.server.body import read_request
@@ -73,7 +73,7 @@ async def pair_states(
     with as_input():
         return await prepared(
             request, pairs_of(own, first, second, most_second),
-            asked_of(own, body.truncate_prompt_tokens, body.truncation_side), add_special_tokens=True,
+            frontend.asked_of(own, body.truncate_prompt_tokens, body.truncation_side), add_special_tokens=True,
             cache_salt=body.cache_salt or "", priority=body.priority or 0, cap_length=True,
         )  # fmt: skip
 

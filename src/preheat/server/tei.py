@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 
 import preheat
 from preheat.errors import InvalidRequest
-from preheat.frontend.embedding import asked_of, check_of_tokens, prompt_of
+from preheat.frontend.embedding import check_of_tokens, prompt_of
 from preheat.frontend.pairs import Pair
 from preheat.frontend.request_state import RequestState
 from preheat.server import scoring
@@ -104,7 +104,7 @@ async def predict(request: Request) -> ASGIApp:
         raise InvalidRequest(f"inputs must hold 1 to {MAX_PROMPTS} texts or pairs, got {len(given)}", param="inputs")
     with as_input():
         states = await prepared(
-            request, [_read(own, each) for each in given], asked_of(own, body.kept, body.side),
+            request, [_read(own, each) for each in given], frontend.asked_of(own, body.kept, body.side),
             add_special_tokens=True, cache_salt="", cap_length=True,
         )  # fmt: skip
     return _PredictWriter(request, body, states, batch)
