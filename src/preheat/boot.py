@@ -64,7 +64,7 @@ from preheat.plan.plan import Plan
 from preheat.plan.step_times import StepTimes
 from preheat.plan.whole_texts import for_whole_texts
 from preheat.schedule.kv_events import KvEvents
-from preheat.schedule.scheduler import Scheduler
+from preheat.schedule.scheduler import Caching, Scheduler
 from preheat.schedule.states import Ends
 from preheat.settings import Settings
 from preheat.transport import InlineTransport
@@ -346,14 +346,12 @@ def _build(given: Given, loaded: Loaded, planned: Planned, grammars: Grammars | 
 def _scheduler(settings: Settings, plan: Plan, model: LoadedModel) -> Scheduler:
     return Scheduler(
         plan.limits,
-        enable_prefix_caching=settings.enable_prefix_caching,
-        cache_contents=cache_contents(model),
+        caching=Caching(settings.enable_prefix_caching, cache_contents(model), Ends.of(settings)),
         enable_chunked_prefill=settings.enable_chunked_prefill,
         mixed_steps=plan.policy.mixed_steps,
         mixed_tokens=settings.max_num_mixed_tokens,
         padded=plan.padded,
         defrag_threshold=settings.defrag_threshold if plan.policy.compacts else None,
-        kept=Ends.of(settings),
         max_loras=settings.max_loras if settings.enable_lora else 0,
         head=partial(through, head, model.spec.hidden_size) if (head := model.weights.pooled_head) else None,
     )

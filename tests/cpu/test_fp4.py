@@ -15,7 +15,7 @@ from preheat.backends.cpu.backend import CpuBackend
 from preheat.errors import ModelError
 from preheat.model.families import read_spec
 from preheat.model.files import read_config
-from preheat.model.loader import load_weights
+from preheat.model.loader import Reading, load_weights
 from preheat.ops import fp4
 from tests.cpu.checkpoints import save_checkpoint
 from tests.cpu.quantized import quantize_checkpoint
@@ -86,7 +86,7 @@ def test_other_blocks_are_refused(field: str, value: object, message: str, folde
 @pytest.mark.parametrize("name", ["mxfp4", "nvfp4"])
 def test_dummy_weights_have_the_size_of_other_dummy_weights(name: str, folder: Path) -> None:
     spec = read_spec(read_config(folder / name))
-    weights = load_weights(spec, folder / name, torch.float32, CpuBackend(), load_format="dummy")
+    weights = load_weights(spec, folder / name, torch.float32, CpuBackend(), Reading("dummy"))
     numbers, _ = weights.layers[0].mlp.down.stored()
     assert 0 < float(numbers.abs().max()) <= 6 * 2.0**-10
 

@@ -24,7 +24,7 @@ from preheat.model.families import read_spec
 from preheat.model.files import BUNDLED_PATH
 from preheat.model.files import read_config as read_model
 from preheat.model.inc import SCHEME, read_config, read_ranges
-from preheat.model.loader import WeightLoader, load_weights
+from preheat.model.loader import Reading, WeightLoader, load_weights
 from preheat.model.quantize import quantize
 from preheat.model.spec_tree import leaves
 from preheat.ops.float8 import simulate
@@ -201,7 +201,7 @@ def test_weights_are_prepared_on_the_host_one_matrix_at_a_time(monkeypatch):
         return found
 
     monkeypatch.setattr(WeightLoader, "empty", watched)
-    load_weights(spec, BUNDLED_PATH, torch.float32, backend, load_format="dummy", on_host=True)
+    load_weights(spec, BUNDLED_PATH, torch.float32, backend, Reading("dummy", on_host=True))
     largest = max(leaf.params for _, leaf in leaves(spec))
     assert most[0] <= 4 * largest
     assert backend.given == 4 * spec.num_params

@@ -16,7 +16,7 @@ from preheat.errors import ModelError
 from preheat.model.decoder import Attended, Decoder
 from preheat.model.families import read_spec
 from preheat.model.files import read_config
-from preheat.model.loader import load_weights
+from preheat.model.loader import Reading, load_weights
 from preheat.model.recurrence_specs import DeltaSpec
 from preheat.ops.delta import DeltaRows, DeltaStates, delta_rule
 from preheat.ops.embedding import embed
@@ -30,7 +30,7 @@ TOKENS = 90
 
 def open_decoder(folder: Path, dtype: torch.dtype = torch.float32, load_format: str = "auto") -> Decoder:
     spec = read_spec(read_config(folder))
-    return Decoder(spec, load_weights(spec, folder, dtype, CpuBackend(), load_format=load_format), 256)
+    return Decoder(spec, load_weights(spec, folder, dtype, CpuBackend(), Reading(load_format)), 256)
 
 
 def turn(decoder: Decoder, layer: int, qkv: Tensor) -> None:

@@ -21,7 +21,7 @@ from preheat.errors import ModelError
 from preheat.model.decoder import Decoder
 from preheat.model.families import read_spec
 from preheat.model.formats import FORMATS, Plain, expected_tensors
-from preheat.model.loader import WeightLoader, load_model, load_weights
+from preheat.model.loader import Reading, WeightLoader, load_model, load_weights
 from preheat.model.reading import Shape
 from preheat.model.sources import DummyTensors, SafetensorsFiles, check_tensors
 from preheat.model.specs import LayerSpec, ModelSpec, without_head
@@ -200,7 +200,7 @@ def test_another_linear_format(tmp_path):
 
 
 def test_layers_have_the_paths_of_their_specs(tmp_path):
-    weights = load_weights(TIED, tmp_path, torch.float32, CPU, load_format="dummy")
+    weights = load_weights(TIED, tmp_path, torch.float32, CPU, Reading("dummy"))
     sizes = {path: (linear.inputs, linear.outputs // (1 + linear.gated)) for path, linear in TIED.linears()}
     with torch.inference_mode():
         found = {path: linear(torch.ones(2, sizes[path][0])).shape[1] for path, linear in weights.linears()}
@@ -275,7 +275,7 @@ def test_unreadable_files_are_named(tmp_path):
     with pytest.raises(ModelError, match=r"model\.safetensors is not a readable"):
         load_weights(SPEC, tmp_path, torch.float32, CPU)
     with pytest.raises(ModelError, match="load format 'pt'"):
-        load_weights(SPEC, tmp_path, torch.float32, CPU, load_format="pt")
+        load_weights(SPEC, tmp_path, torch.float32, CPU, Reading("pt"))
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
@@ -349,7 +349,7 @@ def behaviour(decoder: Decoder) -> tuple[float, float, float]:
 def test_dummy_models_are_not_degenerate():
     """Dummy models have varied attention and choices, and logits with about the spread of a trained model."""
     for spec in (SPEC, TIED, read_spec(CONFIG | {"architectures": ["Qwen3ForCausalLM"]})):
-        decoder = Decoder(spec, load_weights(spec, Path(), torch.float32, CPU, load_format="dummy"), 256)
+        decoder = Decoder(spec, load_weights(spec, Path(), torch.float32, CPU, Reading("dummy")), 256)
         entropy, spread, distinct = behaviour(decoder)
         assert 0.5 < entropy < 0.98
         assert 0.5 < spread < 3
@@ -372,7 +372,7 @@ def test_the_check_for_degeneracy_can_fail():
 
 def test_each_layer_turns_by_its_own_rope():
     """Each layer rotates by its own rope, as Gemma's local layers have another base."""
-    weights = load_weights(SPEC, Path(), torch.float32, CPU, load_format="dummy")
+    weights = load_weights(SPEC, Path(), torch.float32, CPU, Reading("dummy"))
     layer = SPEC.layers[1]
     local = replace(layer, attention=replace(layer.attention, rope=replace(layer.attention.rope, theta=100.0)))
     same, mixed = Decoder(SPEC, weights, 256), Decoder(replace(SPEC, layers=(SPEC.layers[0], local)), weights, 256)

@@ -34,7 +34,7 @@ from preheat.model import sources
 from preheat.model.decoder import Decoder
 from preheat.model.families import read_spec
 from preheat.model.files import read_config
-from preheat.model.loader import FromHost, load_weights
+from preheat.model.loader import FromHost, Reading, load_weights
 from preheat.model.recurrence_specs import DeltaSpec
 from preheat.model.shard import shard
 from preheat.ops.matmul import tree_sum
@@ -195,7 +195,7 @@ def test_dummy_weights_of_ranks_are_parts_of_the_whole(tmp_path):
 
     def logits(collective: Collective) -> Tensor:
         weights = load_weights(
-            spec, tmp_path, torch.float32, CpuBackend(), load_format="dummy", collective=collective
+            spec, tmp_path, torch.float32, CpuBackend(), Reading("dummy"), collective=collective
         )  # fmt: skip
         mine = shard(spec, collective.rank, collective.world)
         return logits_of(Decoder(mine, weights, 256), random_tokens(TOKENS))

@@ -11,7 +11,7 @@ from preheat.backends.cuda.matmul.layer import Layer
 from preheat.backends.cuda.upload import PIECE_BYTES, THREADS
 from preheat.model.families import read_spec
 from preheat.model.formats import expected_tensors
-from preheat.model.loader import load_weights
+from preheat.model.loader import Reading, load_weights
 
 HIDDEN = 1024
 CONFIG = {
@@ -53,7 +53,7 @@ def test_files_arrive_as_they_are(stored, tmp_path):
 
 def test_drawn_weights_are_the_same_each_time(tmp_path):
     drawn = [
-        load_weights(SPEC, tmp_path, torch.bfloat16, CudaBackend(), load_format="dummy", seed=seed).embedding
+        load_weights(SPEC, tmp_path, torch.bfloat16, CudaBackend(), Reading("dummy", seed)).embedding
         for seed in (0, 0, 1)
     ]
     assert torch.equal(drawn[0], drawn[1])

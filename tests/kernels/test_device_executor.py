@@ -12,7 +12,7 @@ from preheat.execution.executor import Executor
 from preheat.limits import Limits
 from preheat.model.decoder import Attended
 from preheat.model.families import read_spec
-from preheat.model.loader import load_weights
+from preheat.model.loader import Reading, load_weights
 from preheat.plan.buckets import Bucket
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
@@ -37,7 +37,7 @@ CONFIG = {
 def made(tmp_path_factory):
     """Plan and model."""
     spec, folder = read_spec(CONFIG), tmp_path_factory.mktemp("model")
-    weights = load_weights(spec, folder, torch.float32, InterpretedCuda(), load_format="dummy")
+    weights = load_weights(spec, folder, torch.float32, InterpretedCuda(), Reading("dummy"))
     return make_plan(LIMITS, PlanOptions()), LoadedModel(folder, spec, torch.float32, "float32", weights, 1)
 
 

@@ -22,6 +22,7 @@ from preheat.schedule import results
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.prefix import Hit, PrefixCache
 from preheat.schedule.running import RunningSequences
+from preheat.schedule.scheduler import Caching
 from preheat.schedule.sequence import Sequence
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
@@ -184,7 +185,7 @@ def test_every_group_has_the_prefix_that_is_found(windows, seed) -> None:
 def test_a_window_needs_few_blocks_and_others_use_the_rest() -> None:
     """A cache that holds one and a half sequences in full holds three of them with windows."""
     few = limits(groups=cut([None, 4, 4, 4]), num_blocks=100, max_num_batched_tokens=8, max_num_seqs=3)
-    harness = Harness(few, enable_prefix_caching=False)
+    harness = Harness(few, caching=Caching(False))
     harness.add(*(request(number, [number] * 24, 40) for number in range(3)))
     harness.run()
     harness.verify()

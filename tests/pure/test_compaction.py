@@ -19,6 +19,7 @@ from preheat.errors import PreheatError
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.defrag import fragmentation
 from preheat.schedule.running import RunningSequences
+from preheat.schedule.scheduler import Caching
 from tests.pure.paper import Harness, PaperDevice, WrongCache, identities, limits, request
 
 SIZE = 2
@@ -39,7 +40,7 @@ class Moving(RuleBasedStateMachine):
     )
     def build(self, spare, threshold, caching) -> None:
         shape = {"max_model_len": 24, "block_size": SIZE, "num_blocks": 13 + spare, "max_num_batched_tokens": 12}
-        self.harness = Harness(limits(**shape), enable_prefix_caching=caching, defrag_threshold=threshold)
+        self.harness = Harness(limits(**shape), caching=Caching(caching), defrag_threshold=threshold)
         self.scheduler, self.pool = self.harness.scheduler, self.harness.scheduler.pool
         self.threshold = threshold
         self.promised: dict[bytes, list[int]] = {}
@@ -188,7 +189,7 @@ def test_control_a_copy_in_place_of_a_swap_is_noticed(monkeypatch) -> None:
 
 def scattered(threshold: int | None) -> Harness:
     """Return a harness with six free blocks below three used ones, after the lower of two sequences ended."""
-    harness = Harness(limits(max_num_batched_tokens=64), enable_prefix_caching=False, defrag_threshold=threshold)
+    harness = Harness(limits(max_num_batched_tokens=64), caching=Caching(False), defrag_threshold=threshold)
     harness.add(request(0, [1] * 24, 1), request(1, [2] * 9, 9))
     harness.step()
     assert np.flatnonzero(harness.scheduler.pool.refs).tolist() == [7, 8, 9]

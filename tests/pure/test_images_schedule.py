@@ -11,6 +11,7 @@ from preheat.errors import InvalidRequest
 from preheat.plan.programs import encoder_programs
 from preheat.schedule import prefix
 from preheat.schedule.images import EncoderCache
+from preheat.schedule.scheduler import Caching
 from tests.pure.paper import Harness, Scripted, limits, request
 
 TOKENS, TOKEN = 5, 2
@@ -49,7 +50,7 @@ def round_of(seed: int, fails: float = 0.05) -> Harness:
             max_model_len=longest, max_num_seqs=seqs, max_num_batched_tokens=max(most, seqs), block_size=size,
             num_blocks=1 + -(-longest // size) + draw.randint(0, 12), image_tokens=TOKENS,
         ),
-        enable_prefix_caching=draw.random() < 0.7,
+        caching=Caching(draw.random() < 0.7),
         enable_chunked_prefill=chunked,
         mixed_steps=(mixed := draw.random() < 0.7),
         proposer=Scripted(draw.choice((0, 2)), right=0.7) if mixed else None,

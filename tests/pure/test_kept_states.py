@@ -12,6 +12,7 @@ import pytest
 from preheat.errors import SettingsError
 from preheat.limits import check_ends, more_states
 from preheat.schedule.prefix import PrefixCache
+from preheat.schedule.scheduler import Caching
 from preheat.schedule.states import NO_ENDS, Ends, StateSlots
 from preheat.settings import Settings
 from tests.pure.paper import Harness, Scripted, WrongCache, limits, request
@@ -22,8 +23,8 @@ EVERY = Ends(SIZE, each=True)
 
 
 def harness(states: int = 16, **changes: Any) -> Harness:
-    kinds = ("kept", "overlap", "proposer")
-    own = {"kept": Ends(SIZE)} | {name: changes.pop(name) for name in kinds if name in changes}
+    kinds = ("caching", "overlap", "proposer")
+    own = {"caching": Caching(kept=Ends(SIZE))} | {name: changes.pop(name) for name in kinds if name in changes}
     return Harness(limits(states=states, **changes), **own)
 
 
@@ -52,7 +53,7 @@ def test_a_shared_beginning_is_found_from_the_third_prompt_on() -> None:
     """The second prompt shows where prompts branch off, and keeps the state there."""
     asked = [[*LONG[:17], *[other] * 9] for other in (5, 6, 1)]
     assert cached(harness(), *asked) == [0, 0, 16]
-    assert cached(harness(kept=EVERY), *asked) == [0, 16, 16]
+    assert cached(harness(caching=Caching(kept=EVERY)), *asked) == [0, 16, 16]
 
 
 @pytest.mark.parametrize("most", [0, 3])
@@ -64,8 +65,8 @@ def test_a_conversation_goes_on_behind_its_last_answer(most) -> None:
 
 
 def test_other_ends_than_every_block_are_asked_for() -> None:
-    assert cached(harness(kept=Ends(2 * SIZE)), LONG[:23], LONG[:23], LONG[:15]) == [0, 16, 0]
-    assert cached(harness(kept=NO_ENDS), LONG[:23], LONG[:23]) == [0, 0]
+    assert cached(harness(caching=Caching(kept=Ends(2 * SIZE))), LONG[:23], LONG[:23], LONG[:15]) == [0, 16, 0]
+    assert cached(harness(caching=Caching(kept=NO_ENDS)), LONG[:23], LONG[:23]) == [0, 0]
 
 
 def test_an_answers_earlier_ends_are_evicted_before_the_ends_of_prompts() -> None:
@@ -84,7 +85,7 @@ def test_drafts_take_the_state_slots_that_are_free() -> None:
     """Four rows draft three tokens each; with two slots most of them wait."""
     drafted = []
     for states in (2, 12):
-        made = harness(states, proposer=Scripted(3, 1.0), kept=NO_ENDS)
+        made = harness(states, proposer=Scripted(3, 1.0), caching=Caching(kept=NO_ENDS))
         made.add(*(request(number, LONG[number : number + 5], 20) for number in range(4)))
         made.run()
         made.verify()
@@ -127,7 +128,7 @@ def at_once(patch: pytest.MonkeyPatch) -> None:
 def crowded() -> None:
     """Run prompts that share beginnings and draft, with few and with many state slots."""
     for states in (1, 2, 6):
-        made = harness(states, kept=EVERY, proposer=Scripted(2, 0.5, seed=states))
+        made = harness(states, caching=Caching(kept=EVERY), proposer=Scripted(2, 0.5, seed=states))
         for number in range(12):
             made.add(request(number, LONG[: 9 + number % 4], 9))
             made.step()

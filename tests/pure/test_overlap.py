@@ -11,7 +11,7 @@ from preheat.core import Drain, ToEngine
 from preheat.engine.launch_timer import LaunchTimer
 from preheat.engine.loop import Loop
 from preheat.schedule import results as results_module
-from preheat.schedule.scheduler import Scheduler
+from preheat.schedule.scheduler import Caching, Scheduler
 from tests.pure.paper import JUNK, Harness, WrongCache, limits, reference, request
 
 REQUESTS = st.lists(
@@ -191,7 +191,7 @@ def compact_at_once(self) -> None:
 
 
 def test_scattered_predicts_compact() -> None:
-    harness = Harness(limits(max_num_batched_tokens=64), enable_prefix_caching=False, defrag_threshold=5)
+    harness = Harness(limits(max_num_batched_tokens=64), caching=Caching(False), defrag_threshold=5)
     assert not harness.scheduler.scattered
     harness.add(request(0, [1] * 24, 1), request(1, [2] * 9, 9))
     harness.step()

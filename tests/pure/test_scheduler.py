@@ -22,7 +22,7 @@ from preheat.errors import InvalidRequest, SettingsError
 from preheat.schedule import prefix as prefix_module
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.prefix import PrefixCache
-from preheat.schedule.scheduler import Scheduler, unpadded
+from preheat.schedule.scheduler import Caching, Scheduler, unpadded
 from preheat.schedule.sequence import Sequence
 from preheat.schedule.states import NO_ENDS, Ends
 from preheat.schedule.waiting import WaitingQueue
@@ -72,8 +72,10 @@ class Anything(RuleBasedStateMachine):
                 groups=groups,
                 states=states,
             ),
-            kept=data.draw(st.sampled_from([NO_ENDS, Ends(size), Ends(2 * size), Ends(size, each=True)])),
-            enable_prefix_caching=data.draw(st.booleans()),
+            caching=Caching(
+                kept=data.draw(st.sampled_from([NO_ENDS, Ends(size), Ends(2 * size), Ends(size, each=True)])),
+                enabled=data.draw(st.booleans()),
+            ),
             enable_chunked_prefill=chunked,
             mixed_steps=mixed,
             proposer=Scripted(most, right=0.7, seed=size),
@@ -148,7 +150,7 @@ def crowded(preempting: bool = True, **options) -> Harness:
 
 @pytest.mark.parametrize("caching", [False, True])
 def test_preemption_changes_no_token(caching) -> None:
-    harness = crowded(enable_prefix_caching=caching)
+    harness = crowded(caching=Caching(caching))
     harness.verify()
     assert harness.scheduler.stats().preemptions > 0
     assert crowded(preempting=False).scheduler.stats().preemptions == 0

@@ -12,7 +12,7 @@ from copy import copy
 from dataclasses import dataclass, field, fields, replace
 from math import prod
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -162,9 +162,10 @@ def load_model(
     _check_room(sum(sizes.values()), dtype, backend.free_memory())
     scales: list[str] = []
     weights = load_weights(
-        whole, folder, dtype, backend, load_format=settings.load_format, seed=settings.seed or 0,
-        formats=quantized.formats, on_host=settings.weights_load_device == HOST, scales=scales, collective=collective,
-        adapter_slots=adapter_slots, stage=(stage, settings.pipeline_parallel_size), read=read,
+        whole, folder, dtype, backend,
+        Reading(settings.load_format, settings.seed or 0, settings.weights_load_device == HOST, read),
+        formats=quantized.formats, scales=scales, collective=collective, adapter_slots=adapter_slots,
+        stage=(stage, settings.pipeline_parallel_size),
     )  # fmt: skip
     bytes_per_block = (settings.block_size or backend.facts.block_size) * spec.kv_bytes_per_token(dtype.itemsize)
     kv = identity(spec)
@@ -228,55 +229,65 @@ def _check_room(needed: int, dtype: torch.dtype, free: int) -> None:
         )
 
 
+class Reading(NamedTuple):
+    """How tensors are read: from a checkpoint, or with the ``load_format`` dummy at random from ``seed``.
+
+    ``on_host``: each layer is read and prepared on the host, and then copied to the device in its final form. ``read``
+    is told of each stored tensor that is read.
+    """
+
+    load_format: str = "auto"
+    seed: int = 0
+    on_host: bool = False
+    read: Read | None = None
+
+
+READING = Reading()
+
+
 def load_weights(
     spec: ModelSpec,
     directory: Path,
     dtype: torch.dtype,
     backend: Backend,
+    how: Reading = READING,
     *,
-    load_format: str = "auto",
-    seed: int = 0,
     formats: Mapping[str, LinearFormat] = FORMATS,
-    on_host: bool = False,
     scales: list[str] | None = None,
     collective: Collective | None = None,
     adapter_slots: ModelAdapterSlots | None = None,
     stage: tuple[int, int] = (0, 1),
-    read: Read | None = None,
 ) -> Weights:
     """Return the weights of ``spec`` in ``dtype`` on the backend's device.
 
-    They are read from ``directory``, or with ``load_format`` dummy drawn at random from ``seed``. Linear layers may be
-    stored in any of the ``formats``. ``on_host``: each layer is read and prepared on the host, and then copied to the
-    device in its final form. If the checkpoint has scales, a digest of them is appended to ``scales``. With a
-    ``collective`` only its rank's shard is read and returned. Linear layers get ``adapter_slots``.
-    ``stage`` is the number of a pipeline's stage and the number of stages. ``read`` is told of each stored tensor that
-    is read.
+    They are read from ``directory``, or drawn at random. Linear layers may be stored in any of the ``formats``. If the
+    checkpoint has scales, a digest of them is appended to ``scales``. With a ``collective`` only its rank's shard is
+    read and returned. Linear layers get ``adapter_slots``. ``stage`` is the number of a pipeline's stage and the number
+    of stages.
 
     Raises ModelError, naming the tensors, if any is missing, unexpected or of the wrong shape.
     """
     mine = stage_of(spec, *stage)
     if collective is not None:
         mine = shard(mine, collective.rank, collective.world)
-    if load_format == "dummy":
-        source, from_host = DummyTensors(seed), on_host and _plain_copy
+    if how.load_format == "dummy":
+        source, from_host = DummyTensors(how.seed), how.on_host and _plain_copy
         return WeightLoader(
             source, dtype, backend, formats, from_host=from_host, collective=collective, adapter_slots=adapter_slots
         ).model(mine)
-    if load_format not in ("auto", "safetensors"):
-        message = f"load format {load_format!r} is not supported; use auto, safetensors or dummy"
+    if how.load_format not in ("auto", "safetensors"):
+        message = f"load format {how.load_format!r} is not supported; use auto, safetensors or dummy"
         raise ModelError(message, param="load_format")
     with backend.uploading() as upload:
-        files = SafetensorsFiles(
-            directory, _plain_copy if on_host else upload, spec.renames, folders=spec.folders, read=read, task=spec.task
-        )
+        copy = _plain_copy if how.on_host else upload
+        files = SafetensorsFiles(directory, copy, spec.renames, folders=spec.folders, read=how.read, task=spec.task)
         check_tensors(spec, files.shapes, formats)
         weights = WeightLoader(
             files,
             dtype,
             backend,
             formats,
-            from_host=on_host and upload,
+            from_host=how.on_host and upload,
             collective=collective,
             adapter_slots=adapter_slots,
         ).model(mine)

@@ -21,6 +21,7 @@ from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from copy import copy
+from typing import NamedTuple
 
 import numpy as np
 
@@ -55,6 +56,17 @@ class _MustWait(Exception):
     """The next step depends on the outcome of one in flight."""
 
 
+class Caching(NamedTuple):
+    """Prefixes of a model with ``contents`` are cached if ``enabled``, and its states at the ends ``kept``."""
+
+    enabled: bool = True
+    contents: str = ""
+    kept: Ends = NO_ENDS
+
+
+CACHING = Caching()
+
+
 class Scheduler:
     """Continuous batching within ``limits``.
 
@@ -66,17 +78,15 @@ class Scheduler:
     :func:`defrag.is_due` (None: never compact). A step with decoding rows has at most ``mixed_tokens`` tokens, so that
     they do not wait for long; the bound is off while a sequence that resumes is next in the queue. Without
     ``mixed_steps`` a step either reads prompts or decodes, prompts first (source: the two phases of vLLM on Gaudi).
-    ``cache_contents`` is the prefix cache's. ``drafting`` gives decoding rows draft tokens. There are ``max_loras``
-    adapter slots. States are kept at the ends ``kept``. ``head`` makes a text's numbers of its pooled state. Raises
-    SettingsError for limits under which some sequence could never run.
+    ``drafting`` gives decoding rows draft tokens. There are ``max_loras`` adapter slots. ``head`` makes a text's
+    numbers of its pooled state. Raises SettingsError for limits under which some sequence could never run.
     """
 
     def __init__(
         self,
         limits: Limits,
         *,
-        enable_prefix_caching: bool = True,
-        cache_contents: str = "",
+        caching: Caching = CACHING,
         enable_chunked_prefill: bool = True,
         mixed_steps: bool = True,
         mixed_tokens: int | None = None,
@@ -84,7 +94,6 @@ class Scheduler:
         defrag_threshold: int | None = None,
         drafting: Drafting | None = None,
         max_loras: int = 0,
-        kept: Ends = NO_ENDS,
         head: Callable[[bytes], bytes] | None = None,
     ) -> None:
         check_limits(limits, padded)
@@ -98,9 +107,9 @@ class Scheduler:
         groups = limits.groups
         self.slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size, len(groups))
         self.pool = BlockPool(limits.num_blocks, limits.block_size)
-        states = StateSlots(limits.max_num_seqs, limits.states, kept) if limits.states else None
+        states = StateSlots(limits.max_num_seqs, limits.states, caching.kept) if limits.states else None
         self.pool.states = None if states is None else states.pool
-        self.prefix = PrefixCache(self.pool, enable_prefix_caching, cache_contents, groups)
+        self.prefix = PrefixCache(self.pool, caching.enabled, caching.contents, groups)
         self.adapters = AdapterSlotTable(max_loras)
         self.running = RunningSequences(self.slots, self.pool, self.adapters, groups, limits.in_flight, states=states)
         self.images = EncoderCache(limits.max_images, limits.image_tokens) if limits.image_tokens else None

@@ -76,8 +76,8 @@ class ExpertsLayer:
             return *packed, *biases, value.down.inputs, self._activation, *more
         found = list[Any]()
         for layer in layers:
-            found += [each for parts, *_ in layer for each in parts], [scales for _, scales, *_ in layer], layer[0][3]
-        return *found, value.down.input, *more
+            found += [each for parts, *_ in layer for each in parts], [scales for _, scales, *_ in layer]
+        return *found, [layer[0][3] for layer in layers], value.down.input, *more
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """Return the output [tokens, hidden] of ``x`` [tokens, hidden] and ``logits`` [tokens, experts].
@@ -196,18 +196,19 @@ def _experts(  # noqa: PLR0917 - arguments of torch's operations are told by the
 
 
 @opaque(
-    "(Tensor x, Tensor logits, Tensor[] gate_up, Tensor[] gate_up_scales, Tensor? gate_up_static, Tensor[] down, "
-    f"Tensor[] down_scales, Tensor? down_static, str kind, {ROUTING}) -> Tensor",
+    "(Tensor x, Tensor logits, Tensor[] gate_up, Tensor[] gate_up_scales, Tensor[] down, Tensor[] down_scales, "
+    f"Tensor?[] statics, str kind, {ROUTING}) -> Tensor",
     lambda x, *_: torch.empty_like(x),
 )
 def _fp8_experts(  # noqa: PLR0917 - as those of the operation above
-    x: Tensor, logits: Tensor, gate_up: list[Tensor], gate_up_scales: list[Tensor], gate_up_static: Tensor | None,
-    down: list[Tensor], down_scales: list[Tensor], down_static: Tensor | None, kind: ActivationScales,
-    correction: Tensor | None, factors: Tensor | None, *routing: Any,
+    x: Tensor, logits: Tensor, gate_up: list[Tensor], gate_up_scales: list[Tensor], down: list[Tensor],
+    down_scales: list[Tensor], statics: list[Tensor | None], kind: ActivationScales, correction: Tensor | None,
+    factors: Tensor | None, *routing: Any,
 ) -> Tensor:  # fmt: skip
     """Compute the experts with float8 activations.
 
-    ``gate_up`` and ``down`` are the parts of all experts, one expert after the other.
+    ``gate_up`` and ``down`` are the parts of all experts, one expert after the other. ``statics`` are the static scales
+    of their inputs.
     """
 
     def layer(rows: Tensor, number: int, parts: list[Tensor], scales: list[Tensor], static: Tensor | None) -> Tensor:
@@ -215,7 +216,7 @@ def _fp8_experts(  # noqa: PLR0917 - as those of the operation above
         return fp8_linear(rows, parts[number * each : (number + 1) * each], scales[number], None, static, kind)
 
     def expert(number: int, rows: Tensor) -> Tensor:
-        inner = silu_and_mul(layer(rows, number, gate_up, gate_up_scales, gate_up_static))
-        return layer(inner, number, down, down_scales, down_static)
+        inner = silu_and_mul(layer(rows, number, gate_up, gate_up_scales, statics[0]))
+        return layer(inner, number, down, down_scales, statics[1])
 
     return routed(x, *route(logits, Routing(*routing), correction, factors), len(down_scales), expert)
