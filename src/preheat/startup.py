@@ -120,7 +120,9 @@ def boot_front(
                 settings.reasoning_parser,
             ),
         )
-        return Frontend(tokenizer, send, options)
+        frontend = Frontend(tokenizer, send, options)
+        _ = frontend.parts  # reads the tokenizer's file, for which the first request would wait
+        return frontend
 
 
 def _answers(settings: Settings) -> AnswerCache | None:

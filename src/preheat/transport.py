@@ -34,8 +34,11 @@ _LINGER_MS = 1000  # for the last message to leave before an end closes
 PART_ENTRIES = 1_000
 """Most log-probabilities of a prompt in one message. Decoding holds Python's lock, about 2 ms for so many."""
 
-RECEIVE_SECONDS = 0.005
-"""After so long the frontend leaves further messages for its next call, so that its event loop turns."""
+RECEIVE_SECONDS = 0.001
+"""After so long the frontend leaves further messages for its next call, so that its event loop turns.
+
+Results take several times as long to process as to decode.
+"""
 
 
 class InlineTransport:

@@ -30,6 +30,7 @@ import importlib, json, sys
 from preheat.server import body
 from preheat.server.app import run_server
 from preheat.settings import Settings
+from tests.api import loop_watch
 
 body.BODY_SECONDS = 2.0
 if sys.argv[2:]:
@@ -168,17 +169,20 @@ def serving(
     wait: bool = True,
     log: Path | None = None,
     descriptors: int | None = None,
+    watch: Path | None = None,
     **options: Any,
 ) -> Iterator[Server]:
     """Run a server for ``model``; ``engine`` None runs the real engine.
 
     ``log`` is the file for the server's messages, instead of standard error. ``descriptors`` is the number of files
-    that the server may open.
+    that the server may open. ``watch`` is the file for the notes of :mod:`tests.api.loop_watch`.
     """
     port = options.get("port") or free_port()
     settings = {"model": model, "port": port, "log_level": "warning", **({} if engine else ENGINES), **options}
     command = [sys.executable, "-c", SERVE, json.dumps(settings), *([engine] if engine else [])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
+    if watch is not None:
+        environment["LOOP_WATCH"] = str(watch)
     if descriptors is not None:
         command = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command]
     with contextlib.ExitStack() as opened:

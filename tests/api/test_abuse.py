@@ -54,10 +54,13 @@ def resident(server: Server) -> int:
 
 
 @pytest.mark.parametrize("name", SERVERS)
-def test_health_answers_whatever_comes(name: str) -> None:
-    """A slow answer counts if it comes three times: a busy machine may hold the server or the probe for a second."""
-    rows = {what: row for what, row in ROWS.items() if row.server == name}
-    with abused(name, max_body_bytes=BODY_BYTES) as server:
+def test_health_answers_whatever_comes(name: str, tmp_path: Path) -> None:
+    """A slow answer counts if it comes three times: a busy machine may hold the server or the probe for a second.
+
+    The event loop itself reads and writes no long JSON, and works on no files.
+    """
+    rows, notes = {what: row for what, row in ROWS.items() if row.server == name}, tmp_path / "notes"
+    with abused(name, max_body_bytes=BODY_BYTES, watch=notes) as server:
         before, slow = resident(server), []
         while len(slow) < 3:
             with HealthProbe(server.port) as probe:
@@ -68,6 +71,7 @@ def test_health_answers_whatever_comes(name: str) -> None:
         grown = resident(server) - before
     print(f"{name}: {probe.figures()}, {grown} MiB more")
     assert len(slow) < 3 and grown < MOST_MIB, (slow, grown)
+    assert not set(notes.read_text().splitlines())
 
 
 def _wrong(server: Server, rows: dict[str, Row]) -> dict[str, int]:
@@ -78,13 +82,14 @@ def _wrong(server: Server, rows: dict[str, Row]) -> dict[str, int]:
     return {what: status for what, status in statuses.items() if status not in rows[what].statuses}
 
 
-def test_work_in_the_event_loop_is_found() -> None:
-    """Control: a server that encodes a text in its event loop breaks the bound."""
-    engine = "tests.api.planted_inline:run_engine"
-    with abused("plain", engine=engine) as server, HealthProbe(server.port) as probe:
+def test_work_in_the_event_loop_is_found(tmp_path: Path) -> None:
+    """Control: a server that encodes a text in its event loop breaks the bound, and its long JSON is noted."""
+    engine, notes = "tests.api.planted_inline:run_engine", tmp_path / "notes"
+    with abused("plain", engine=engine, watch=notes) as server, HealthProbe(server.port) as probe:
         payload = http("/v1/messages/count_tokens", _said(text(BODY_BYTES)))
         assert status_of(server, payload) in (200, 400)
     assert probe.times[-1] > BOUND_MS
+    assert "bytes of decode: body.py" in notes.read_text() or "bytes of decode: turns.py" in notes.read_text()
 
 
 def _said(content: str) -> bytes:

@@ -64,8 +64,10 @@ def answers(client: openai.OpenAI, id: str | None) -> list[dict[str, Any]]:
 @pytest.fixture(scope="module")
 def kept(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     options = {"batch_dir": str(tmp_path_factory.mktemp("batches") / "new"), "max_batch_file_bytes": 100_000}
-    with serving(str(folder), served_model_name=["tiny"], **options) as server:
+    notes = tmp_path_factory.mktemp("notes") / "loop"
+    with serving(str(folder), served_model_name=["tiny"], watch=notes, **options) as server:
         yield server
+    assert not set(notes.read_text().splitlines())  # the event loop has not worked on files
 
 
 @pytest.fixture(scope="module")

@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import socket
 import time
-import types
-from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+import uvicorn
+from starlette.types import ASGIApp, Receive, Scope, Send
 
-from preheat.server.protocol import SLICE_BYTES, ConnectionLimits, LimitedProtocol
+from preheat.server import protocol as protocol_module
+from preheat.server.protocol import (
+    HEAD_SLICE_BYTES,
+    MOST_UNPARSED,
+    SLICE_BYTES,
+    ConnectionLimits,
+    LimitedProtocol,
+    _cancel,
+)
 from tests.api.conftest import Server, serving
+from tests.waiting import until_in_loop
 
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
 STREAM = b'{"prompt": "x", "max_tokens": 1500, "stream": true}'
@@ -145,30 +153,115 @@ def test_a_full_server_is_logged_once_each_time(caplog: pytest.LogCaptureFixture
         assert len(caplog.records) == 2
 
 
-class Parsing(LimitedProtocol):
-    """Protocol that keeps the slices that it has parsed, and the calls that its loop is to make."""
+class Wire(asyncio.Transport):
+    """Transport without a network. It keeps the bytes that were written."""
 
     def __init__(self) -> None:
-        self.parsed, self.calls = list[bytes](), list[Callable[[], None]]()
-        self._rest = deque[memoryview]()
-        self.transport = types.SimpleNamespace(is_closing=lambda: False)  # type: ignore[assignment]
-        self.loop = types.SimpleNamespace(call_soon=self.calls.append)  # type: ignore[assignment]
+        super().__init__()
+        self.written, self.reads = bytearray(), True
+
+    def write(self, data: bytes | bytearray | memoryview) -> None:
+        self.written += data
+
+    def is_closing(self) -> bool:
+        return False
+
+    def close(self) -> None:
+        pass
+
+    def pause_reading(self) -> None:
+        self.reads = False
+
+    def resume_reading(self) -> None:
+        self.reads = True
+
+
+class Parsing(LimitedProtocol):
+    """Protocol that keeps the sizes of the slices that it parses, and the most requests in one."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        config = uvicorn.Config(app, http="httptools", ws="none", lifespan="off", log_config=None)
+        config.load()
+        limits = ConnectionLimits(1 << 16, 60, 10)
+        super().__init__(limits, config, uvicorn.server.ServerState(), {}, asyncio.get_running_loop())
+        self.sizes, self.begun, self.most = list[int](), 0, 0
+        self.wire = Wire()
+        self.connection_made(self.wire)
 
     def _parse(self, data: memoryview) -> None:
-        self.parsed.append(bytes(data))
+        before = self.begun
+        super()._parse(data)
+        self.sizes.append(len(data))
+        self.most = max(self.most, self.begun - before)
+
+    def on_message_begin(self) -> None:
+        self.begun += 1
+        super().on_message_begin()
+
+    def end(self) -> None:
+        self.connection_lost(None)
+        _cancel(self.timeout_keep_alive_task)
 
 
-@given(sizes=st.lists(st.integers(1, 4 * SLICE_BYTES), min_size=1, max_size=6), late=st.data())
-def test_received_bytes_are_parsed_in_slices(sizes: list[int], late: st.DataObject) -> None:
-    """Bytes are parsed in order, one slice for each turn of the loop, whenever more arrive."""
-    protocol, sent = Parsing(), [bytes([place]) * size for place, size in enumerate(sizes)]
-    for data in sent:
-        before = len(protocol.parsed)
-        protocol.data_received(data)
-        assert len(protocol.parsed) - before <= 1
-        while protocol.calls and late.draw(st.booleans()):
-            protocol.calls.pop()()
-    while protocol.calls:
-        protocol.calls.pop()()
-    assert b"".join(protocol.parsed) == b"".join(sent)
-    assert max(map(len, protocol.parsed)) <= SLICE_BYTES
+async def body_size(scope: Scope, receive: Receive, send: Send) -> None:
+    """Answer with the number of bytes in the body."""
+    size, more = 0, True
+    while more:
+        message = await receive()
+        size, more = size + len(message["body"]), message["more_body"]
+    await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"8")]})
+    await send({"type": "http.response.body", "body": b"%8d" % size})
+
+
+@pytest.mark.parametrize(
+    ("cut", "size"), [(1, 10), (40_000, 200_000), (SLICE_BYTES + 7, 150_000), (600, 0), (10**6, 3 * SLICE_BYTES)]
+)
+def test_received_bytes_are_parsed_in_slices(cut: int, size: int) -> None:
+    """A turn of the loop parses one slice, however the bytes of a request arrive."""
+
+    async def scenario() -> None:
+        protocol = Parsing(body_size)
+        data = HEAD + b"Content-Length: %d\r\n\r\n" % size + b"x" * size
+        while data:
+            before = len(protocol.sizes)
+            protocol.data_received(data[:cut])
+            assert len(protocol.sizes) - before <= 1
+            data = data[cut:]
+        assert await until_in_loop(lambda: protocol.wire.written.endswith(b"%8d" % size))
+        assert max(protocol.sizes[1:], default=0) <= SLICE_BYTES and protocol.sizes[0] <= HEAD_SLICE_BYTES
+        assert protocol.wire.reads
+        protocol.end()
+
+    asyncio.run(scenario())
+
+
+GET = b"GET / HTTP/1.1\r\n\r\n"
+
+
+@pytest.mark.parametrize("bounded", [True, False])
+def test_requests_behind_each_other_are_not_parsed_at_once(bounded: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few of a client's many requests are held, and no more bytes are read; all are answered in the end.
+
+    The control parses larger slices, and so holds all requests.
+    """
+    if not bounded:
+        monkeypatch.setattr(protocol_module, "HEAD_SLICE_BYTES", 1 << 20)
+    count, gate = MOST_UNPARSED // len(GET) + 1_000, asyncio.Event()
+
+    async def waits(scope: Scope, receive: Receive, send: Send) -> None:
+        await gate.wait()
+        await body_size(scope, receive, send)
+
+    async def scenario() -> None:
+        protocol = Parsing(waits)
+        protocol.data_received(GET * count)
+        for _ in range(10):
+            await asyncio.sleep(0)
+        held = len(protocol.pipeline) + 1
+        assert (held <= HEAD_SLICE_BYTES // len(GET) + 1 and not protocol.wire.reads) == bounded
+        gate.set()
+        assert await until_in_loop(lambda: protocol.wire.written.count(b"HTTP/1.1 200") == count)
+        assert protocol.wire.reads and (protocol.most <= HEAD_SLICE_BYTES // len(GET) + 1) == bounded
+        protocol.end()
+
+    asyncio.run(scenario())

@@ -9,11 +9,18 @@ import asyncio
 import threading
 import time
 import types
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 from starlette.requests import ClientDisconnect, Request
+from starlette.types import Message
 
+from preheat.core import SamplingParams, TokenLogprobs
+from preheat.frontend.request_state import FREED_AT_ONCE, Choice, OutputDelta, RequestState
+from preheat.server import turns as module
+from preheat.server.stream import PIECE_BYTES, send_pieces
 from preheat.server.turns import (
+    INLINE_BYTES,
     INLINE_CHARS,
     INLINE_VALUES,
     LONG_AT_ONCE,
@@ -99,6 +106,106 @@ def test_long_answers_are_written_beside_the_loop() -> None:
     asyncio.run(scenario())
 
 
+def test_long_bodies_are_joined_beside_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def scenario() -> None:
+        turns, loop = Turns(), asyncio.get_running_loop()
+        short, long = [b"ab", b"c"], [b"x" * 999] * (INLINE_BYTES // 999 + 1)
+        assert await turns.join(long, sum(map(len, long))) == b"".join(long)
+        monkeypatch.setattr(loop, "run_in_executor", None)
+        assert await turns.join(short, 3) == b"abc"
+        with pytest.raises(TypeError):  # the control: a long one needs a thread
+            await turns.join(long, INLINE_BYTES)
+
+    asyncio.run(scenario())
+
+
+def test_long_work_takes_no_threads_from_files() -> None:
+    """All turns at once hold no thread of the loop's own, which work on files needs."""
+
+    async def scenario() -> None:
+        asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))
+        turns, works = Turns(), [Work() for _ in range(4)]
+        tasks = [in_turn(request(turns), LONG_CHARS, works[0]), in_turn(request(turns), INLINE_CHARS, works[1])]
+        tasks += [turns.decode(request(turns), works[2]), turns.answer(INLINE_VALUES, works[3])]
+        running = asyncio.gather(*tasks)
+        assert await until_in_loop(lambda: all(work.running for work in works))
+        assert await asyncio.wait_for(asyncio.to_thread(int), 60) == 0
+        for work in works:
+            work.release.set()
+        assert await running == ["done"] * 4
+
+    asyncio.run(scenario())
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_a_turn_of_the_loop_has_one_slice_for_all_requests(shared: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control gives each request a slice of its own in each turn of the loop."""
+    if not shared:
+        monkeypatch.setattr(module, "_SLICING", types.SimpleNamespace(setdefault=lambda loop, lock: lock))
+    worked, most = 0, 0
+
+    def step() -> None:
+        nonlocal worked
+        worked += 1
+        time.sleep(1.1 * SLICE_SECONDS)
+
+    async def turning() -> None:
+        nonlocal worked, most
+        while True:
+            most, worked = max(most, worked), 0
+            await asyncio.sleep(0)
+
+    async def scenario() -> None:
+        turn = asyncio.create_task(turning())
+        await asyncio.gather(*(in_slices(step() for _ in range(4)) for _ in range(4)))
+        turn.cancel()
+
+    asyncio.run(scenario())
+    assert (most == 1) == shared
+
+
+def test_an_answer_is_sent_in_pieces() -> None:
+    async def scenario(size: int, last: bool) -> list[Message]:
+        sent = list[Message]()
+
+        async def send(message: Message) -> None:
+            sent.append(message)
+
+        await send_pieces(b"x" * size, send, last=last)
+        return sent
+
+    for last in (True, False):
+        for size in (0, 1, PIECE_BYTES, PIECE_BYTES + 1, 3 * PIECE_BYTES):
+            sent = asyncio.run(scenario(size, last))
+            assert [len(each["body"]) for each in sent[:-1]] == [PIECE_BYTES] * (len(sent) - 1)
+            assert sum(len(each["body"]) for each in sent) == size
+            assert [each["more_body"] for each in sent] == [True] * (len(sent) - last) + [False] * last
+
+
+@pytest.mark.parametrize("most", [1, 7, 2_000, None])
+def test_a_slow_client_gets_bounded_parts_of_an_answer(most: int | None) -> None:
+    """Parts are bounded, together they are the answer, and the last one alone has its end."""
+    silent = [0, 3, 4, 30]  # tokens without text of their own
+    detokenizer = types.SimpleNamespace(push=lambda token: "" if token in silent else f"{token} ", finish=lambda: "end")
+    state = RequestState("x", None, [1], SamplingParams(logprobs=0), 100, tokenizer=None)  # type: ignore[arg-type]
+    choice = Choice(state, 0, 0, detokenizer, None)  # type: ignore[arg-type]
+    for token in range(50):
+        choice.push(token, TokenLogprobs(token, -0.5, 1, []), False)
+    choice.finish("length")
+    parts, ends = list[OutputDelta](), list[str | None]()
+    while choice.has_delta:
+        parts.append(choice.take_delta(most))
+        ends.append(choice.shown_end[0])
+    assert (
+        [id for part in parts for id in part.token_ids]
+        == list(range(50))
+        == [entry.token for part in parts for entry in part.logprobs or ()]
+    )
+    assert "".join(part.text for part in parts) == "".join(choice.parts) and choice.parts[-1] == "end"
+    assert ends == [None] * (len(parts) - 1) + ["length"]
+    assert max(len(part.token_ids) for part in parts) <= (most or 50) and (len(parts) == 1) == (most in (2_000, None))
+
+
 def test_steps_let_others_run_between_slices() -> None:
     async def scenario() -> int:
         others, steps = 0, 8
@@ -118,3 +225,10 @@ def test_steps_let_others_run_between_slices() -> None:
         return others
 
     assert asyncio.run(scenario()) == 0
+
+
+def test_log_probabilities_are_freed_in_steps() -> None:
+    entries = [TokenLogprobs(1, -0.5, 1, [])] * (2 * FREED_AT_ONCE + 1)
+    state = RequestState("x", None, [1], SamplingParams(), 1, tokenizer=None, prompt_logprobs=entries)  # type: ignore[arg-type]
+    left = [len(entries) for _ in state.forgetting()]
+    assert left == [FREED_AT_ONCE + 1, 1, 0, 0] and state.prompt_logprobs == []

@@ -79,7 +79,7 @@ class BlocksWriter(Writer):
 
     def read(self) -> list[Part]:
         """Return the new parts of the answer."""
-        delta = self.choice.take_delta()
+        delta = self.take(self.choice)
         self.tokens_read += len(delta.token_ids)
         parts = self.parser.push(delta.text)
         if not self.choice.sent_end:

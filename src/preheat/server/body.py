@@ -71,6 +71,10 @@ async def peeked(request: Request, kind: type[Result]) -> Result | None:
     """Return the fields of a body that tell its form, None if it is malformed. The body can be read once more."""
     data = await read_body(request)
     keep_body(request, data)
+    return await in_turn(request, len(data), partial(_peeked, data, kind))
+
+
+def _peeked(data: bytes, kind: type[Result]) -> Result | None:
     try:
         return msgspec.json.decode(data, type=kind)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -85,20 +89,21 @@ async def read_body(request: Request) -> bytes:
     limit = service.settings.max_body_bytes
     error = TooLarge(f"The body is larger than the {limit} bytes that --max-body-bytes allows")
     length = request.headers.get("content-length", "0")
-    chunks, body = request.stream(), bytearray()
+    chunks, parts, size = request.stream(), list[bytes](), 0
     if not length.isdecimal() or int(length) > limit:
         await discard(chunks, 2 * limit)
         raise error
     try:
         async with asyncio.timeout(BODY_SECONDS):
             async for chunk in chunks:
-                body += chunk
-                if len(body) > limit:
+                parts.append(chunk)
+                size += len(chunk)
+                if size > limit:
                     await discard(chunks, limit)
                     raise error
     except TimeoutError as slow:
         raise SlowRequest(f"The body did not arrive within {BODY_SECONDS:g} s") from slow
-    return bytes(body)
+    return await service.turns.join(parts, size)
 
 
 async def discard(chunks: AsyncIterator[bytes], most: int) -> None:

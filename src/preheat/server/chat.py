@@ -42,7 +42,8 @@ from preheat.server.conversation import Conversation, allowed_tools, plain_messa
 from preheat.server.middleware import request_id
 from preheat.server.params import chat_logprobs, prompt_logprobs_of, sampling
 from preheat.server.schema import MAX_PROMPTS, USUAL_VERBOSITY, BatchChatRequest, ChatRequest
-from preheat.server.stream import CompletionsWriter, WholeWriter, event_of
+from preheat.server.stream import CompletionsWriter, Long, WholeWriter, event_of
+from preheat.server.turns import INLINE_VALUES
 
 
 async def chat(request: Request) -> ASGIApp:
@@ -189,21 +190,24 @@ class _ChatWriter(CompletionsWriter):
             answer.prompt_token_ids = state.prompt_ids
         return answer
 
-    def event(self, _: int, choice: Choice) -> bytes:
+    def event(self, _: int, choice: Choice) -> bytes | Long:
         """Return the event of a choice.
 
         An event with the role precedes the first content.
 
         An empty event is not sent.
         """
-        delta = choice.take_delta()
+        delta = self.take(choice)
         content = ChatDelta(content=delta.text or UNSET) if self._plain else self._delta(choice, delta)
         answer = _with_receipt(ChatChunkChoice(choice.index, content, *self._details(choice, delta)), choice)
         says = self._plain or content != _NOTHING or answer.finish_reason or delta.logprobs or self._return_token_ids
         event = self.event_with(choice, answer) if says else b""
-        return self._opening(choice) + event if delta.first else event
+        if not delta.first:
+            return event
+        fields, values = self._opening(choice), len(choice.state.prompt_ids) if self._return_token_ids else 0
+        return event_of(fields) + event if values < INLINE_VALUES else Long(values, lambda: event_of(fields) + event)
 
-    def _opening(self, choice: Choice) -> bytes:
+    def _opening(self, choice: Choice) -> dict[str, Any]:
         role = ChatChunkChoice(choice.index, ChatDelta(self._role, self._echo))
         fields: dict[str, Any] = {**self._event_fields, "choices": [role]}
         if self._continuous:
@@ -211,10 +215,10 @@ class _ChatWriter(CompletionsWriter):
         elif self._usage:
             fields["usage"] = None
         fields["prompt_token_ids"] = choice.state.prompt_ids if self._return_token_ids else None
-        return event_of(fields)
+        return fields
 
     def _choice(self, choice: Choice) -> ChatChoice:
-        delta = choice.take_delta()
+        delta = self.take(choice)
         message = ChatMessage(delta.text) if self._plain else self._message(choice, delta)
         message.role = self._role
         if self._echo:
@@ -273,15 +277,16 @@ class _ChatWriter(CompletionsWriter):
         """Return logprobs, finish reason, stop reason and token ids."""
         logprobs = None if delta.logprobs is None else chat_logprobs(self.names, delta.logprobs)
         ids = delta.token_ids if self._return_token_ids else None
-        return logprobs, self._finish_reason(choice), choice.stop_reason, ids
+        return logprobs, self._finish_reason(choice), choice.shown_end[1], ids
 
     def _finish_reason(self, choice: Choice) -> str | None:
         """Return OpenAI's finish reason.
 
         It is "tool_calls" if the model chose to call, and "stop" if the client named the function.
         """
-        called = choice.finish_reason == "stop" and choice.id in self._calling
-        return "tool_calls" if called and self._answer_format.choice.mode != "named" else choice.finish_reason
+        reason, _ = choice.shown_end
+        called = reason == "stop" and choice.id in self._calling
+        return "tool_calls" if called and self._answer_format.choice.mode != "named" else reason
 
 
 _Answer = TypeVar("_Answer", ChatChoice, ChatChunkChoice)

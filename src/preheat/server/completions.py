@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
 
+from msgspec import Raw
 from starlette.requests import Request
 from starlette.types import ASGIApp
 
@@ -22,12 +23,14 @@ from preheat.server.answers import (
     CompletionChunkChoice,
     PromptLogprobs,
     PromptPart,
+    encode,
 )
 from preheat.server.beam_search import as_searches
 from preheat.server.body import interpreted, read_request
 from preheat.server.params import completion_logprobs, prepared, prompt_logprobs_of, sampling
 from preheat.server.schema import MAX_PROMPTS, CompletionRequest
-from preheat.server.stream import CompletionsWriter
+from preheat.server.stream import CompletionsWriter, Long
+from preheat.server.turns import INLINE_VALUES
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -150,6 +153,14 @@ class _Prompt(NamedTuple):
     alternatives: PromptLogprobs
 
 
+def _joined(answer: CompletionChunkChoice) -> bytes:
+    """Encode a choice; the logprobs of its prompt are joined with its own now."""
+    logprobs: Any = answer.logprobs
+    if callable(logprobs):
+        answer.logprobs = logprobs()
+    return encode(answer)
+
+
 class _CompletionWriter(CompletionsWriter):
     prefix, event_object = "cmpl", "text_completion"
 
@@ -165,35 +176,44 @@ class _CompletionWriter(CompletionsWriter):
     def whole(self) -> Completion:
         n = self._n or self._states[0].params.n
         choices: list[Any] = [
-            self._choice(place * n + rank, choice)
+            Raw(_joined(self._choice(place * n + rank, choice)))
             for place, state in enumerate(self._states)
             for rank, choice in enumerate(_best(state, n))
         ]
         return Completion(**self._fields, choices=choices, usage=self.usage(), kv_transfer_params=self.transfer())
 
     def values(self, state: RequestState) -> int:
-        shown = len(state.prompt_ids) * state.params.n
-        return super().values(state) + shown * bool(self._echo or self._return_token_ids)
+        return super().values(state) + self._shown(state) * state.params.n
+
+    def _shown(self, state: RequestState) -> int:
+        """Return the number of the prompt's values in the first part of each choice."""
+        shows = self._echo or self._return_token_ids
+        return len(state.prompt_ids) * (1 + (state.params.prompt_logprobs or 0)) if shows else 0
 
     async def read_prompt(self, state: RequestState) -> None:
         await self._service.turns.answer(self.values(state), partial(self._prompt, state))
 
-    def event(self, first: int, choice: Choice) -> bytes:
-        return self.event_with(choice, self._choice(first + choice.index, choice))
+    def event(self, first: int, choice: Choice) -> bytes | Long:
+        begins = choice.begins
+        answer = self._choice(first + choice.index, choice)
+        values, tail = self._shown(choice.state) if begins else 0, self.tail(choice)
+        if values < INLINE_VALUES:
+            return self._head + _joined(answer) + tail
+        return Long(values, lambda: self._head + _joined(answer) + tail)
 
     def completion_tokens(self, choice: Choice) -> int:
         return 0 if self._scores_only else super().completion_tokens(choice)
 
     def _choice(self, index: int, choice: Choice) -> CompletionChunkChoice:
-        delta, state = choice.take_delta(), choice.state
+        delta, state = self.take(choice), choice.state
         if self._hides_logprobs:
             delta.logprobs = None
         echo = bool(self._echo and delta.first)
         kind = CompletionChunkChoice if self._stream else CompletionChoice
-        answer = kind(index, delta.text, None, choice.finish_reason, choice.stop_reason)
+        answer = kind(index, delta.text, None, *choice.shown_end)
         if self._scores_only:
             delta = OutputDelta("", [], delta.logprobs and [], delta.first)
-            answer = kind(index, "", None, choice.finish_reason and "length")
+            answer = kind(index, "", None, choice.shown_end[0] and "length")
         if echo:
             answer.text = self._prompt(state).text + answer.text
         if delta.logprobs is not None:
@@ -208,12 +228,12 @@ class _CompletionWriter(CompletionsWriter):
         return answer
 
     def _logprobs(self, index: int, state: RequestState, delta: OutputDelta, echo: bool) -> Any:
-        """Return the logprobs of ``delta``, or raw JSON with the prompt's ahead of them."""
+        """Return the logprobs of ``delta``, or a function that encodes them behind the prompt's."""
         before = self._prompt(state).logprobs if echo else None
         offset = self._offsets.get(index, 0) if before is None else before.characters
         logprobs = completion_logprobs(self.names, delta.token_ids, delta.logprobs or (), offset)
         self._offsets[index] = offset + sum(map(len, logprobs.tokens))
-        return logprobs if before is None else before.followed_by(logprobs)
+        return logprobs if before is None else partial(before.followed_by, logprobs)
 
     def _prompt(self, state: RequestState) -> _Prompt:
         """Return the shown parts of the prompt, made once for all of its choices."""

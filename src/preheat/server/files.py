@@ -68,7 +68,7 @@ async def upload_file(request: Request) -> Response:
             await asyncio.to_thread(os.fsync, sink.fileno())
         await asyncio.to_thread(files.add, file)
     except BaseException:
-        files.discard(id)
+        await asyncio.shield(asyncio.to_thread(files.discard, id))
         raise
     finally:
         runner.uploads -= 1

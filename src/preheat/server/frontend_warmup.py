@@ -9,7 +9,9 @@ import asyncio
 from collections.abc import Callable
 
 import msgspec
-from starlette.types import ASGIApp
+from starlette.requests import Request
+from starlette.responses import StreamingResponse
+from starlette.types import ASGIApp, Message
 
 from preheat.core import ToEngine
 from preheat.frontend.frontend import Frontend
@@ -56,7 +58,25 @@ def warm_up_server(
     service = Service(settings, transport.send)
     service.attach(spare)
     app = build_app(service)
+    asyncio.run_coroutine_threadsafe(_import_lazy_modules(), loop).result()
     warm_up_frontend(send, frontend)
+
+
+async def _import_lazy_modules() -> None:
+    """Do once all that makes Starlette import modules, which the first long request or file would wait for.
+
+    It looks whether a client has left, and sends a stream.
+    """
+
+    async def receive() -> Message:
+        return {"type": "http.disconnect"}
+
+    async def send(_: Message) -> None:
+        pass
+
+    scope = {"type": "http", "asgi": {"spec_version": "2.3"}}
+    await Request(scope, receive).is_disconnected()
+    await StreamingResponse(iter(()))(scope, receive, send)
 
 
 def _path_and_body(request: DummyRequest) -> tuple[str, bytes]:

@@ -124,10 +124,10 @@ class _TokensWriter(Writer):
         return last + b"data: [DONE]\n\n"
 
     def _choice(self, choice: Choice) -> GeneratedChoice:
-        delta = choice.take_delta()
+        delta = self.take(choice)
         names = self._names if self._names.speaks else TokenIds()
         logprobs = None if delta.logprobs is None else chat_logprobs(names, delta.logprobs)
-        return GeneratedChoice(choice.index, delta.token_ids, choice.finish_reason, logprobs)
+        return GeneratedChoice(choice.index, delta.token_ids, choice.shown_end[0], logprobs)
 
     def _total(self) -> Usage:
         (state,) = self._states

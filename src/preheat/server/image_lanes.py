@@ -24,6 +24,9 @@ from preheat.utils.helper import Helper, Helpers
 READ_AT_ONCE = 16
 """Most images fetched at once; a fetch mostly waits for another server."""
 
+LOCAL_AT_ONCE = 2
+"""Most data URLs decoded at once: they take turns with Python's lock, so more would only delay the event loop."""
+
 _LOCAL = "data:"
 _THREADS = 2 * AT_ONCE + 2  # one for each process, and some to decode data URLs
 
@@ -34,6 +37,7 @@ class ImageLanes:
     def __init__(self, images: Images) -> None:
         self._reader, self._processes = images.reader, images.processes
         self._reading, self._small = FairShare(READ_AT_ONCE), FairShare(AT_ONCE)
+        self._local = FairShare(LOCAL_AT_ONCE)
         self._large = FairShare(self._processes.max_pixels)
         self._readers = ThreadPoolExecutor(READ_AT_ONCE, "images")  # threads start on first use
         self._decoders = ThreadPoolExecutor(_THREADS, "pixels")
@@ -46,7 +50,8 @@ class ImageLanes:
         """Return the file behind ``url``. A data URL does not wait for the slots of fetches."""
         read, loop = partial(self._reader.read, url), asyncio.get_running_loop()
         if url[: len(_LOCAL)].lower() == _LOCAL:
-            return await loop.run_in_executor(self._decoders, read)
+            async with self._local.of(client_of(request), 1):
+                return await loop.run_in_executor(self._decoders, read)
         async with self._reading.of(client_of(request), 1):
             return await loop.run_in_executor(self._readers, read)
 

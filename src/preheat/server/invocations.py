@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from functools import partial
 
 import msgspec
 from msgspec import UNSET, Raw, Struct, UnsetType
@@ -12,6 +13,7 @@ from starlette.types import ASGIApp
 from preheat.errors import InvalidRequest
 from preheat.server import chat, completions, embeddings, scoring
 from preheat.server.body import keep_body, read_body
+from preheat.server.turns import in_turn
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
@@ -42,12 +44,16 @@ _ENDPOINTS: dict[str, Endpoint] = {
 async def invocations(request: Request) -> ASGIApp:
     """Answer as the endpoint that fits the body."""
     data = await read_body(request)
-    try:
-        asked = msgspec.json.decode(data, type=InvocationRequest)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"The body is not a JSON object: {error}") from error
+    asked = await in_turn(request, len(data), partial(_asked, data))
     name = next((name for name in _ENDPOINTS if getattr(asked, name) is not UNSET), None)
     if name is None:
         raise InvalidRequest(f"The body has none of {', '.join(_ENDPOINTS)}, so it fits no endpoint: add one of them")
     keep_body(request, data)
     return await _ENDPOINTS[name](request)
+
+
+def _asked(data: bytes) -> InvocationRequest:
+    try:
+        return msgspec.json.decode(data, type=InvocationRequest)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"The body is not a JSON object: {error}") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Awaitable, Callable, Iterator, Sequence
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -30,11 +31,9 @@ from preheat.server.body import keep_body, read_body
 from preheat.server.errors import HANDLERS, OLLAMA
 from preheat.server.ollama_models import LATEST
 from preheat.server.service import Service
+from preheat.server.turns import in_turn
 
 Endpoint = Callable[[Request], Awaitable[Response]]
-
-INLINE_BYTES = 1 << 16
-"""Bodies below this size are decoded in the event loop."""
 
 _MODEL = "/v1/models/"
 _FIRST = ("/v1/files", "/v1/batches")  # not about a model
@@ -113,7 +112,7 @@ class JointModels:
             return path.removeprefix(_MODEL) if path.startswith(_MODEL) else request.query_params.get("model")
         data = await read_body(request)
         keep_body(request, data)
-        named = _named(data) if len(data) < INLINE_BYTES else await asyncio.to_thread(_named, data)
+        named = await in_turn(request, len(data), partial(_named, data))
         return named.model if named.model is not None or not path.startswith(OLLAMA) else named.name
 
     def _place(self, name: str | None, request: Request) -> int:

@@ -4,7 +4,8 @@ The limits apply before the application sees a request.
 
 uvicorn's protocol bounds neither the bytes of headers nor their time, and its parser joins the fragments of one header
 over and over. This protocol bounds both before any check of a key, and trailers and chunk extensions too. Requests and
-chunks may be tiny, so the data of one connection is parsed in slices, with other work between them.
+chunks may be tiny, so the data of one connection is parsed in slices, with other work between them. A client may send
+many requests at once: while one waits for the answer to another, nothing behind it is parsed.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from preheat.errors import HeadersTooLarge, PreheatError, SlowRequest
@@ -30,11 +32,17 @@ LINGER_SECONDS = 2.0
 A client that still sends may not read the answer.
 """
 
-SLICE_BYTES = 1 << 13
-"""Bytes of a connection that are parsed before others have their turn.
+SLICE_BYTES = 1 << 16
+"""Bytes of a body of known length that are parsed before others have their turn."""
 
-They hold about a hundred requests.
-"""
+CHUNKED_SLICE_BYTES = 1 << 13
+"""The same for a body in chunks, each of which may be tiny."""
+
+HEAD_SLICE_BYTES = 1 << 9
+"""The same for a head. A head takes longest, and the bytes may hold many requests."""
+
+MOST_UNPARSED = 1 << 16
+"""Bytes of a connection that may wait to be parsed; beyond them, no more are read."""
 
 _MOST_DESCRIPTORS = 65_536
 _RESERVED_DESCRIPTORS = 64
@@ -88,6 +96,31 @@ def limited_protocol(header_bytes: int, header_seconds: float) -> type[asyncio.P
     return Protocol
 
 
+class PacedFlow(FlowControl):
+    """Flow of a connection that also stops reading while the parser is behind."""
+
+    def __init__(self, transport: asyncio.Transport) -> None:
+        super().__init__(transport)
+        self._held = self._behind = False
+
+    def pause_reading(self) -> None:
+        self._held = True
+        super().pause_reading()
+
+    def resume_reading(self) -> None:
+        self._held = False
+        if not self._behind:
+            super().resume_reading()
+
+    def pace(self, unparsed: int) -> None:
+        """Read on unless ``unparsed`` bytes are too many."""
+        self._behind = unparsed > MOST_UNPARSED
+        if self._behind:
+            super().pause_reading()
+        elif not self._held:
+            super().resume_reading()
+
+
 class LimitedProtocol(HttpToolsProtocol):
     """One connection. A request line, headers and trailers may have ``limits.header_bytes`` together."""
 
@@ -97,12 +130,16 @@ class LimitedProtocol(HttpToolsProtocol):
         self._in_head = True  # of the first or the next request
         self._head = 0  # bytes of the complete request line, headers and trailers
         self._unparsed = 0  # bytes since the parser last produced anything
+        self._body_left = 0  # bytes of the body, if its length is known
         self._rest = deque[memoryview]()  # data to parse later
+        self._waiting = 0  # its bytes
+        self._scheduled = False  # whether the loop is going to parse
         self._head_timer: asyncio.TimerHandle | None = None
         self._linger: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = self._flow = PacedFlow(transport)
         if self._limits.admit(len(self.connections)):
             self._start_head_timer()
         else:
@@ -116,23 +153,40 @@ class LimitedProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         first = not self._rest
         self._rest.append(memoryview(data))
-        if first:
+        self._waiting += len(data)
+        if first and not self._scheduled:
             self._parse_slice()
+        self._pace()
 
     def _parse_slice(self) -> None:
         """Parse the first slice of the data, and schedule the rest after other work."""
-        if not self._rest or self.transport.is_closing():
+        self._scheduled = False
+        if self.transport.is_closing():
             self._rest.clear()
             return
-        data = self._rest[0]
-        self._parse(data[:SLICE_BYTES])
-        if not self._rest:
-            return
-        if len(data) > SLICE_BYTES:
-            self._rest[0] = data[SLICE_BYTES:]
-        else:
-            self._rest.popleft()
-        if self._rest:
+        if self._rest and not self.pipeline:  # else the answer to an earlier request comes first
+            data, most = self._rest.popleft(), self._slice_bytes
+            if len(data) > most:
+                self._rest.appendleft(data[most:])
+            self._waiting -= len(data[:most])
+            self._parse(data[:most])
+            self._schedule()
+        self._pace()
+
+    @property
+    def _slice_bytes(self) -> int:
+        """The most bytes to parse next; a slice of a body does not reach the next request."""
+        if self._in_head:
+            return HEAD_SLICE_BYTES
+        return min(self._body_left, SLICE_BYTES) or CHUNKED_SLICE_BYTES
+
+    def _pace(self) -> None:
+        if not self.transport.is_closing():
+            self._flow.pace(self._waiting)
+
+    def _schedule(self) -> None:
+        if self._rest and not self._scheduled:
+            self._scheduled = True
             self.loop.call_soon(self._parse_slice)
 
     def _parse(self, data: memoryview) -> None:
@@ -157,12 +211,14 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_headers_complete(self) -> None:
         self._in_head, self._unparsed = False, 0
+        self._body_left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
         _cancel(self._head_timer)
         self._head_timer = None
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
         self._unparsed = 0
+        self._body_left = max(self._body_left - len(body), 0)
         super().on_body(body)
 
     def on_message_complete(self) -> None:
@@ -172,6 +228,7 @@ class LimitedProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
+        self._schedule()
         if not self._in_head and not self.transport.is_closing():
             self._linger = self.loop.call_later(LINGER_SECONDS, self.transport.close)
 

@@ -32,7 +32,7 @@ class RunningRequests:
         try:
             await in_slices(self._frontend.starting(self._states))
         except BaseException:
-            self._abort()
+            await self._abort()
             raise
         self._listener = asyncio.create_task(self._listen())
         return self
@@ -41,8 +41,8 @@ class RunningRequests:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._listener.cancel()
-        self._abort()
-        await in_slices(map(RequestState.forget, self._states))
+        await self._abort()
+        await in_slices(step for state in self._states for step in state.forgetting())
 
     @property
     def finished(self) -> bool:
@@ -63,10 +63,14 @@ class RunningRequests:
         while (await self._receive())["type"] != "http.disconnect":
             pass
         self.gone = True
-        self._abort()
         self._changed.set()
 
-    def _abort(self) -> None:
-        for state in self._states:
-            if not state.finished:
+    async def _abort(self) -> None:
+        """End the requests that run, in slices of time; if that is cancelled, the rest at once."""
+        running = (state for state in self._states if not state.finished)
+        try:
+            await in_slices(map(self._frontend.abort, running))
+        except BaseException:
+            for state in running:
                 self._frontend.abort(state)
+            raise

@@ -7,9 +7,9 @@ from __future__ import annotations
 
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from msgspec import Struct
 from starlette.requests import Request
@@ -17,7 +17,7 @@ from starlette.types import Receive, Scope, Send
 
 from preheat.errors import PreheatError
 from preheat.frontend.answer_format import AnswerFormat
-from preheat.frontend.request_state import Choice, RequestState
+from preheat.frontend.request_state import Choice, OutputDelta, RequestState
 from preheat.server.answers import CompletionTokensDetails, PromptTokensDetails, Usage, encode
 from preheat.server.errors import error_body
 from preheat.server.kv_transfer import offered
@@ -26,17 +26,46 @@ from preheat.server.params import TokenIds
 from preheat.server.running import RunningRequests
 from preheat.server.schema import Sampling, StreamOptions
 from preheat.server.service import Service
-from preheat.server.turns import slices
+from preheat.server.turns import INLINE_VALUES, in_slices, slices
 
 FLOAT_BYTES = 4
 
-LONG_BYTES = 1 << 18
-"""An event of more bytes is sent by itself."""
+CHOICES_AT_ONCE = 512
+"""Most choices of a request that are looked at in one step."""
+
+_Numbered = tuple[int, Choice]
+"""A choice, and the index of the first choice of its prompt."""
+
+PIECE_BYTES = 1 << 18
+"""Most bytes that are sent at once. Each piece waits for room behind the ones before it."""
+
+
+async def send_pieces(body: bytes, send: Send, *, last: bool) -> None:
+    """Send ``body``, in pieces; its ``last`` one ends the answer."""
+    for first in range(0, max(len(body), last), PIECE_BYTES):
+        piece = body if len(body) <= PIECE_BYTES else body[first : first + PIECE_BYTES]
+        more = not last or first + PIECE_BYTES < len(body)
+        await send({"type": "http.response.body", "body": piece, "more_body": more})
+
+
+async def _chosen(pending: list[_Numbered], wanted: Callable[[Choice], object]) -> list[_Numbered]:
+    """Return the ``wanted`` choices among ``pending``; many are looked at in slices of time."""
+    parts = (pending[first : first + CHOICES_AT_ONCE] for first in range(0, len(pending), CHOICES_AT_ONCE))
+    steps = ([each for each in part if wanted(each[1])] for part in parts)
+    found = await in_slices(steps) if len(pending) > CHOICES_AT_ONCE else steps
+    return [each for part in found for each in part]
 
 
 def event_of(message: Struct | dict[str, Any]) -> bytes:
     """Encode one server-sent event."""
     return b"data: %b\n\n" % encode(message)
+
+
+class Long(NamedTuple):
+    """An event of ``values`` values; ``encoded`` returns its bytes, and reads nothing that changes."""
+
+    values: int
+    encoded: Callable[[], bytes]
 
 
 class WholeWriter(ABC):
@@ -73,7 +102,7 @@ class WholeWriter(ABC):
             self._service.load -= 1
 
     async def _send(self, running: RunningRequests, send: Send) -> None:
-        while not running.finished:
+        while not (running.finished or running.gone):
             await running.change()
         if running.gone:
             return
@@ -82,7 +111,7 @@ class WholeWriter(ABC):
         body = await self._service.turns.answer(values, lambda: encode(self.whole()))
         headers = [(b"content-type", b"application/json"), (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+        await send_pieces(body, send, last=True)
 
 
 class Writer(WholeWriter):
@@ -100,8 +129,14 @@ class Writer(WholeWriter):
     def __init__(self, request: Request, states: Sequence[RequestState], stream: bool) -> None:
         super().__init__(request, states)
         self._stream, self.interval = stream, self._service.settings.stream_interval
+        values = 1 + max((state.params.logprobs or 0 for state in states), default=0)
+        self._most = INLINE_VALUES // values if stream else None
         for state in states:
             state.stream = stream
+
+    def take(self, choice: Choice) -> OutputDelta:
+        """Return the next part of ``choice``: a bounded one in a stream, even if a slow client has let much pile up."""
+        return choice.take_delta(self._most)
 
     async def read_prompt(self, state: RequestState) -> None:
         """Do the work that grows with a prompt's length.
@@ -114,10 +149,10 @@ class Writer(WholeWriter):
         return b""
 
     @abstractmethod
-    def event(self, first: int, choice: Choice) -> bytes:
+    def event(self, first: int, choice: Choice) -> bytes | Long:
         """Return the events for the new part of ``choice``.
 
-        The choices of its prompt begin at index ``first``.
+        The choices of its prompt begin at index ``first``. Events that show a whole prompt may be long.
         """
 
     @abstractmethod
@@ -142,38 +177,44 @@ class Writer(WholeWriter):
         pending = [(t * state.params.n, choice) for t, state in enumerate(self._states) for choice in state.choices]
         body, opened = self.opening(), set[int]()
         while True:
-            due = [(first, choice) for first, choice in pending if choice.has_delta and choice.is_due(self.interval)]
+            due = await _chosen(pending, self._is_due)
             for first, choice in due:
                 if first not in opened:
                     opened.add(first)
                     await self.read_prompt(choice.state)
             body = await self._write(body, due, send)
-            pending = [(first, choice) for first, choice in pending if not (choice.sent_end or choice.state.error)]
+            pending = await _chosen(pending, lambda choice: not (choice.sent_end or choice.state.error))
             if not pending or running.gone:
                 break
             if not body and self._service.waiting:
                 body = self.pause
-            if body:
-                await send({"type": "http.response.body", "body": body, "more_body": True})
-                body = b""
-            await running.change()
+            await send_pieces(body, send, last=False)
+            body = b""
+            if not await _chosen([each for each in due if not each[1].sent_end], self._is_due):
+                await running.change()
         error = next((state.error for state in self._states if state.error), None)
-        await send({"type": "http.response.body", "body": body + self.closing(error)})
+        await send_pieces(body + self.closing(error), send, last=True)
+
+    def _is_due(self, choice: Choice) -> bool:
+        return choice.has_delta and choice.is_due(self.interval)
 
     async def _write(self, body: bytes, due: Sequence[tuple[int, Choice]], send: Send) -> bytes:
         """Add the events of ``due`` choices to ``body``, in slices of time; return the rest that was not sent.
 
         A long body is sent at once: a prompt that many choices repeat would else be held and copied many times.
         """
-        events = [body]
-        async for event in slices(self.event(first, choice) for first, choice in due):
-            if len(event) < LONG_BYTES:
-                events.append(event)
-                continue
-            for part in (b"".join(events), event):
-                if part:
-                    await send({"type": "http.response.body", "body": part, "more_body": True})
-            events = []
+        events, size = [body], len(body)
+        async for made in slices(self.event(first, choice) for first, choice in due if choice.has_delta):
+            for each in made:
+                event = each if isinstance(each, bytes) else await self._service.turns.answer(*each)
+                if size + len(event) > PIECE_BYTES:
+                    await send_pieces(b"".join(events), send, last=False)
+                    events, size = [], 0
+                if len(event) > PIECE_BYTES:
+                    await send_pieces(event, send, last=False)
+                else:
+                    events.append(event)
+                    size += len(event)
         return b"".join(events)
 
 
@@ -222,10 +263,13 @@ class CompletionsWriter(Writer):
 
     def event_with(self, choice: Choice, answer: Struct) -> bytes:
         """Encode one event with ``answer``, the new part of ``choice``."""
-        if self._continuous:
-            usage = encode(self.usage_of(choice, self.completion_tokens(choice)))
-            return b'%b%b],"usage":%b}\n\n' % (self._head, encode(answer), usage)
-        return b"%b%b%b" % (self._head, encode(answer), self._tail)
+        return self._head + encode(answer) + self.tail(choice)
+
+    def tail(self, choice: Choice) -> bytes:
+        """Return the end of an event of ``choice``, with the usage if it is asked for."""
+        if not self._continuous:
+            return self._tail
+        return b'],"usage":%b}\n\n' % encode(self.usage_of(choice, self.completion_tokens(choice)))
 
     def completion_tokens(self, choice: Choice) -> int:
         """Return the number of tokens of ``choice``, for the usage."""

@@ -1,4 +1,4 @@
-"""Turns for work on long texts in threads, few at once.
+"""Turns for long work: in threads, few at once, or in the event loop, one slice in each of its turns.
 
 So neither the event loop nor short requests are delayed. The tokenizer releases the GIL, and other work gives it up
 within :data:`SWITCH_SECONDS`. A short text is handled in the event loop, as starting a thread would take longer.
@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import TypeVar
+from weakref import WeakKeyDictionary
 
 from starlette.requests import ClientDisconnect, Request
 
@@ -23,6 +24,9 @@ Result = TypeVar("Result")
 
 SLICE_SECONDS = 0.005
 """Seconds that the event loop works for one request before others have their turn."""
+
+SHORT_SECONDS = 0.001
+"""Work of fewer seconds is no slice: much of it may be done in one turn of the event loop."""
 
 SWITCH_SECONDS = 0.001
 """Seconds until a thread passes on Python's lock.
@@ -47,28 +51,35 @@ DECODED_AT_ONCE = 2
 ANSWERED_AT_ONCE, INLINE_VALUES = 2, 2_000
 """Most answers written in threads at once, and the fewest values of such an answer."""
 
+JOINED_AT_ONCE, INLINE_BYTES = 2, 1 << 16
+"""Most bodies joined in threads at once, and the fewest bytes of such a body."""
+
+_THREADS = MEDIUM_AT_ONCE + LONG_AT_ONCE + DECODED_AT_ONCE + ANSWERED_AT_ONCE + JOINED_AT_ONCE
+
 
 class Turns:
     """Turns for work in threads.
 
-    A few medium texts and one long text are worked on at once, in order of arrival. Rendering, decoding and answering
-    have turns of their own.
+    A few medium texts and one long text are worked on at once, in order of arrival. Rendering, decoding, answering and
+    joining have turns of their own. No turn waits for a thread, and long work takes no thread from files.
     """
 
     def __init__(self) -> None:
         self._medium, self._long = asyncio.Semaphore(MEDIUM_AT_ONCE), asyncio.Semaphore(LONG_AT_ONCE)
+        self._threads = ThreadPoolExecutor(_THREADS, "turns")  # threads start on first use
         self._rendering = FairShare(RENDERED_AT_ONCE)
-        self._renderers = ThreadPoolExecutor(RENDERED_AT_ONCE, "templates")  # threads start on first use
+        self._renderers = ThreadPoolExecutor(RENDERED_AT_ONCE, "templates")
         self._answering = asyncio.Semaphore(ANSWERED_AT_ONCE)
         self._decoding = asyncio.Semaphore(DECODED_AT_ONCE)
+        self._joining = asyncio.Semaphore(JOINED_AT_ONCE)
 
     async def run(self, request: Request, chars: int, work: Callable[[], Result]) -> Result:
         """Return the result of ``work`` on ``chars`` characters. Raises ClientDisconnect if the client has left."""
         if chars < LONG_CHARS:
             async with self._medium:
-                return await _in_thread(request, work)
+                return await _in_thread(request, work, self._threads)
         async with self._long:
-            return await _in_thread(request, partial(_trimmed, work))
+            return await _in_thread(request, partial(_trimmed, work), self._threads)
 
     async def render(self, request: Request, work: Callable[[], Result]) -> Result:
         """Return the result of ``work``: waiting for a process that renders a chat template."""
@@ -78,14 +89,21 @@ class Turns:
     async def decode(self, request: Request, work: Callable[[], Result]) -> Result:
         """Return the result of ``work``: decoding embeddings."""
         async with self._decoding:
-            return await _in_thread(request, work)
+            return await _in_thread(request, work, self._threads)
 
     async def answer(self, values: int, work: Callable[[], Result]) -> Result:
         """Return the result of ``work``: writing an answer of ``values`` values."""
         if values < INLINE_VALUES:
             return work()
         async with self._answering:
-            return await asyncio.to_thread(work)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+    async def join(self, parts: Sequence[bytes], size: int) -> bytes:
+        """Return ``parts`` of a body as one, ``size`` bytes together. Joining many releases Python's lock."""
+        if size < INLINE_BYTES:
+            return b"".join(parts)
+        async with self._joining:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, b"".join, parts)
 
 
 def _trimmed(work: Callable[[], Result]) -> Result:
@@ -99,7 +117,7 @@ def _trimmed(work: Callable[[], Result]) -> Result:
         trim()
 
 
-async def _in_thread(request: Request, work: Callable[[], Result], threads: ThreadPoolExecutor | None = None) -> Result:
+async def _in_thread(request: Request, work: Callable[[], Result], threads: ThreadPoolExecutor) -> Result:
     if await request.is_disconnected():
         raise ClientDisconnect
     return await asyncio.get_running_loop().run_in_executor(threads, work)
@@ -118,14 +136,36 @@ async def in_turn(request: Request, chars: int, work: Callable[[], Result], *, t
 
 async def in_slices(steps: Iterable[Result]) -> list[Result]:
     """Return the results of ``steps``, run in the event loop in slices of time."""
-    return [found async for found in slices(steps)]
+    return [found async for part in slices(steps) for found in part]
 
 
-async def slices(steps: Iterable[Result]) -> AsyncIterator[Result]:
-    """Yield the results of ``steps``, run in the event loop in slices of time."""
-    end = time.monotonic() + SLICE_SECONDS
-    for found in steps:
-        yield found
+async def slices(steps: Iterable[Result]) -> AsyncIterator[list[Result]]:
+    """Yield the results of ``steps``, a list for each slice of time that the event loop works.
+
+    Each turn of the loop has room for one slice, whatever the number of requests: they take turns, in order of arrival.
+    """
+    left, loop = iter(steps), asyncio.get_running_loop()
+    turn = _SLICING.setdefault(loop, asyncio.Lock())
+    over = False
+    while not over:
+        async with turn:
+            started = time.monotonic()
+            found, over = _slice(left, started + SLICE_SECONDS)
+            if time.monotonic() - started > SHORT_SECONDS:
+                await asyncio.sleep(0)  # holds the turn of the others until the loop's next one
+        if found:
+            yield found
+
+
+_SLICING: WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Lock] = WeakKeyDictionary()
+"""For each event loop the turn to work in slices."""
+
+
+def _slice(steps: Iterator[Result], end: float) -> tuple[list[Result], bool]:
+    """Return the results of ``steps`` until ``end``, and whether no step is left."""
+    found = list[Result]()
+    for each in steps:
+        found.append(each)
         if time.monotonic() > end:
-            await asyncio.sleep(0)
-            end = time.monotonic() + SLICE_SECONDS
+            return found, False
+    return found, True
