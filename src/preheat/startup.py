@@ -121,7 +121,7 @@ def boot_front(
             ),
         )
         frontend = Frontend(tokenizer, send, options)
-        _ = frontend.parts  # reads the tokenizer's file, for which the first request would wait
+        _ = frontend.parts  # reads the tokenizer's file; else the first request would wait for it
         return frontend
 
 

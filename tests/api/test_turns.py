@@ -120,7 +120,7 @@ def test_long_bodies_are_joined_beside_the_loop(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_long_work_takes_no_threads_from_files() -> None:
-    """All turns at once hold no thread of the loop's own, which work on files needs."""
+    """All turns at once hold no thread of the loop's own. Work on files needs these threads."""
 
     async def scenario() -> None:
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1))

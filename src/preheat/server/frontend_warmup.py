@@ -63,9 +63,9 @@ def warm_up_server(
 
 
 async def _import_lazy_modules() -> None:
-    """Do once all that makes Starlette import modules, which the first long request or file would wait for.
+    """Let Starlette import the modules that it imports at first use.
 
-    It looks whether a client has left, and sends a stream.
+    It looks whether a client has left, and sends a stream. The first long request or file would wait for the imports.
     """
 
     async def receive() -> Message:
