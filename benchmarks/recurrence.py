@@ -69,13 +69,15 @@ def lengths_of(case: str) -> list[int]:
     return [int(tokens or 1)] * int(rows)
 
 
+def token_bytes() -> int:
+    """Return the bytes that the recurrence reads and writes for a token."""
+    return 4 * (2 * VALUE.key_size + 2 * VALUE.value_size + VALUE.value_heads * SCALARS.value)
+
+
 def limit_us(lengths: Sequence[int], bandwidth: float, clock: float) -> float:
     """Return the microseconds that the recurrence needs at least: the larger one of bytes' and operations' times."""
     state, tokens = VALUE.value_size * VALUE.key_dim, sum(lengths)
-    scalars = VALUE.value_heads * SCALARS.value
-    of_token = 4 * (2 * VALUE.key_size + 2 * VALUE.value_size + scalars)
-    windows = 4 * (VALUE.taps - 1) * VALUE.channels  # read and written, two bytes each
-    moved = len(lengths) * (8 * state + windows) + tokens * of_token
+    moved = 2 * len(lengths) * VALUE.state_bytes(2) + tokens * token_bytes()
     lanes = 128 * torch.cuda.get_device_properties("cuda").multi_processor_count
     return float(max(moved / bandwidth / 1e3, tokens * OPERATIONS * state / lanes / clock))
 
@@ -85,7 +87,7 @@ class Step:
 
     def __init__(self, lengths: Sequence[int], backend: Backend) -> None:
         rows, self.tokens = np.arange(len(lengths)), sum(lengths)
-        decode, size = max(lengths) == 1, 4 * VALUE.value_size * VALUE.key_dim * len(lengths)
+        decode, size = max(lengths) == 1, VALUE.state_bytes(2) * len(lengths) + token_bytes() * self.tokens
         limits = Limits(
             max_model_len=max(lengths), max_num_seqs=ROWS, max_num_batched_tokens=self.tokens,
             max_num_prefill_seqs=None, block_size=64, num_blocks=9, states=ROWS,

@@ -78,11 +78,10 @@ def test_the_recurrence_has_the_bits_of_the_reference(name, config, monkeypatch)
 LONG = Recurrence(key_heads=1, value_heads=1, key_dim=16, value_dim=4, taps=2)
 
 
-@pytest.mark.parametrize("cuts", [(), (1, 1, 1, 61, 64, 1, 63, 8)], ids=["whole", "cut"])
-def test_200_tokens_have_the_bits_of_the_reference(cuts, monkeypatch):
+def test_200_tokens_have_the_bits_of_the_reference(monkeypatch):
     """The form for prompts and the form for decoding, with cuts at ends of blocks and beside them."""
     made = DeltaLayer(InterpretedCuda(), LONG, (200,), torch.float32)
-    found, expected, matrix = step_four(made, monkeypatch, cuts)
+    found, expected, matrix = step_four(made, monkeypatch, (1, 1, 1, 61, 128, 1, 7))
     assert torch.equal(found, expected) and torch.equal(made.plain(1), matrix[1])
 
 
