@@ -71,7 +71,7 @@ def lengths_of(case: str) -> list[int]:
 
 def token_bytes() -> int:
     """Return the bytes that the recurrence reads and writes for a token."""
-    return 4 * (2 * VALUE.key_size + 2 * VALUE.value_size + VALUE.value_heads * SCALARS.value)
+    return 4 * (2 * VALUE.key_size + 2 * VALUE.value_size + VALUE.value_heads * int(SCALARS.value))
 
 
 def limit_us(lengths: Sequence[int], bandwidth: float, clock: float) -> float:
