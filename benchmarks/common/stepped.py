@@ -18,7 +18,7 @@ def main() -> int:
         offset[0] = 0.0 if offset[0] else HOUR
 
     signal.signal(signal.SIGUSR2, step)
-    from preheat.cli import main as command
+    from preheat.cli.main import main as command
 
     return command(sys.argv[1:])
 

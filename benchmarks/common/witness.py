@@ -147,7 +147,7 @@ def main() -> int:
     install()
     signal.signal(signal.SIGUSR1, WITNESS.arm)
     signal.signal(signal.SIGUSR2, note)
-    from preheat.cli import main as command
+    from preheat.cli.main import main as command
 
     return command(sys.argv[1:])
 

@@ -32,7 +32,7 @@ def main() -> int:
     protect_stderr()
     signal.signal(signal.SIGINT, _leave)
     _leave_from_a_thread()
-    from preheat.cli import main as run
+    from preheat.cli.main import main as run
 
     return run()
 

@@ -24,7 +24,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 import preheat
 from preheat.backends.registry import facts_of
-from preheat.cli import FRONT_RESTARTS, served
+from preheat.cli.serve import FRONT_RESTARTS, served
 from preheat.core import FromEngine, Ready
 from preheat.errors import EngineDead, NotReady, PreheatError, SettingsError, WireError
 from preheat.server import operations

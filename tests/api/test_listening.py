@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from preheat.cli import curl
+from preheat.cli.serve import curl
 from preheat.errors import SettingsError
 from preheat.server.listener import listen, unlisten
 from preheat.settings import Settings

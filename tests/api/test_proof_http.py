@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from preheat.cli import main
+from preheat.cli.main import main
 from preheat.verify import command
 from preheat.verify.prompts import Size
 from preheat.warmup.record import Record

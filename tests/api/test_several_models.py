@@ -18,7 +18,7 @@ import ollama
 import openai
 import pytest
 
-from preheat.cli import main
+from preheat.cli.main import main
 from preheat.combinations import traits_of
 from preheat.errors import SettingsError
 from preheat.server.models import each_model

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from preheat import client
-from preheat.cli import main
+from preheat.cli.main import main
 from preheat.errors import PreheatError, SettingsError
 from preheat.server.batch_lines import read_lines
 from tests.api.conftest import ROOT, SCRIPTED, Server
@@ -57,7 +57,7 @@ def line(id: str, url: str = "/v1/completions", **body: object) -> str:
 
 BATCH = """
 import functools, sys
-from preheat import cli
+from preheat.cli import main as cli
 from preheat.server import run_batch
 
 run_batch.run_batch = functools.partial(run_batch.run_batch, entry=sys.argv.pop(1))

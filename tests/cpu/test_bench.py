@@ -11,7 +11,7 @@ import torch
 from benchmarks.common.checkpoint import write_checkpoint
 from benchmarks.common.shapes import FORMATS, engine_options, named
 from preheat.backends.cpu.backend import CpuBackend
-from preheat.cli import main
+from preheat.cli.main import main
 from preheat.model.families import read_spec
 from preheat.model.files import read_config
 from preheat.model.loader import load_weights

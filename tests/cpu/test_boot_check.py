@@ -199,7 +199,7 @@ def test_a_check_that_breaks_holds_the_engine_back(monkeypatch):
 
 
 def test_two_processes_have_one_digest(booted, tmp_path):
-    code = "import sys; from preheat.cli import main; sys.exit(main(sys.argv[1:]))"
+    code = "import sys; from preheat.cli.main import main; sys.exit(main(sys.argv[1:]))"
     flags = [part for name, value in LARGE.items() if name != "skip_warmup"
              for part in ("--" + name.replace("_", "-"), str(value))]  # fmt: skip
     env = os.environ | {"PREHEAT_SKIP_WARMUP": "0"}

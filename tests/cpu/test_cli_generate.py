@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from preheat.cli import main
+from preheat.cli.main import main
 
 
 def generate(*args):

@@ -2,7 +2,7 @@
 
 import pytest
 
-from preheat.cli import main
+from preheat.cli.main import main
 from preheat.core import Ready
 from preheat.warmup.page import render
 from preheat.warmup.record import Record

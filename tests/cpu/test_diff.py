@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from preheat.cli import main
+from preheat.cli.main import main
 from preheat.errors import SettingsError
 from preheat.model.update import tensors_of
 from preheat.settings import Settings

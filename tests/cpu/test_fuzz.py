@@ -17,7 +17,7 @@ from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.backends.cpu.llvm.attention import LlvmAttention
 from preheat.backends.cuda.facts import FACTS as CUDA
-from preheat.cli import main
+from preheat.cli.main import main
 from preheat.errors import PreheatError
 from preheat.model.families import read_spec
 from preheat.settings import Settings

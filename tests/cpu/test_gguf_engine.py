@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from preheat import LLM, SamplingParams
-from preheat.cli import main
+from preheat.cli.main import main
 from preheat.errors import ModelError
 from preheat.model.files import BUNDLED_PATH, find_model
 from preheat.settings import Settings

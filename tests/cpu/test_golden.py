@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from preheat.cli import main
+from preheat.cli.main import main
 from preheat.errors import SettingsError
 from preheat.ops.sampler import HostSampler
 from preheat.settings import Settings

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 from preheat import LLM, SamplingParams
-from preheat.cli import main
+from preheat.cli.main import main
 from preheat.plan.functions import Function
 from preheat.warmup.record import Record
 from preheat.warmup.run import WarmUp

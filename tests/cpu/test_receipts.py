@@ -13,7 +13,7 @@ import pytest
 from msgspec.structs import replace
 
 from preheat import LLM
-from preheat.cli import main
+from preheat.cli.main import main
 from preheat.core import SamplingParams, StructuredOutputsParams
 from preheat.errors import InvalidRequest, PreheatError, SettingsError
 from preheat.frontend.receipt import Receipt, chain_of

@@ -6,7 +6,7 @@ A boot takes them, and answers the same.
 from __future__ import annotations
 
 from preheat import LLM, SamplingParams
-from preheat.cli import main
+from preheat.cli.main import main
 from preheat.warmup.record import Record
 
 SMALL = {"max_num_seqs": 4, "max_num_batched_tokens": 64, "max_model_len": 128, "block_size": 16, "boot_check": "off"}

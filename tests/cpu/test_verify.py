@@ -10,7 +10,7 @@ from itertools import islice
 import pytest
 
 from preheat.backends.cpu.sampler import CpuSampler
-from preheat.cli import main
+from preheat.cli.main import main
 from preheat.errors import InvalidRequest
 from preheat.settings import Settings
 from preheat.startup import boot_engine

@@ -24,7 +24,7 @@ OPENS = {
 
 ELSEWHERE = {
     "utils.files": "the place",
-    "cli": "/dev/null",
+    "cli.main": "/dev/null",
     "boot": "no file: the share of a rank",
     "parallel.ranks": "no file: memory of a node",
     "server.replicas": "no file: a router",

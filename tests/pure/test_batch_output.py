@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preheat.cli import main
+from preheat.cli.main import main
 from preheat.errors import PreheatError, SettingsError
 from preheat.server import batch_output
 from preheat.server.batch_output import Answers, answers_to

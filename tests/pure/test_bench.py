@@ -23,8 +23,8 @@ from benchmarks.invariance_cost import beside
 from benchmarks.registry import ALL, SINGLE, SUITE
 from benchmarks.suite import command
 from benchmarks.suite.first import SETTINGS, ratio_row
-from preheat import cli
-from preheat.cli import main
+from preheat.cli import bench
+from preheat.cli.main import main
 from preheat.model.families import read_spec
 from preheat.plan.cost import ModelSizes
 from preheat.settings import Settings
@@ -211,7 +211,7 @@ def test_a_single_benchmark_gets_its_arguments(monkeypatch):
 
 
 def test_without_a_checkout_the_error_names_the_remedy(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr(cli, "__file__", str(tmp_path / "site-packages" / "preheat" / "cli.py"))
+    monkeypatch.setattr(bench, "__file__", str(tmp_path / "site-packages" / "preheat" / "cli" / "bench.py"))
     assert main(["bench", "latency"]) == 1
     assert "clone its repository" in capsys.readouterr().err
 

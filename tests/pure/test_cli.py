@@ -13,7 +13,10 @@ from hypothesis import strategies as st
 
 from preheat import __version__
 from preheat.backends.registry import FACTS
-from preheat.cli import _bias, _parser, _read_prompts, curl, main, served
+from preheat.cli.generate import _bias
+from preheat.cli.main import _parser, main
+from preheat.cli.prompts import _read_prompts
+from preheat.cli.serve import curl, served
 from preheat.core import CALLERS_FIELDS, SAMPLING_FIELDS, SamplingParams
 from preheat.errors import SettingsError
 from preheat.settings import OPTIONS, Settings
@@ -140,7 +143,7 @@ def test_mistakes_are_one_line_and_status_2(line, message, capsys):
 def test_help_mistakes_and_plans_never_wait_for_torch(line):
     code = f"""
 import sys
-from preheat.cli import main
+from preheat.cli.main import main
 try:
     main({line.split()!r})
 except SystemExit:

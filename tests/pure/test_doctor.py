@@ -12,7 +12,7 @@ import pytest
 from preheat import doctor
 from preheat.backends.cpu import environment as cpu
 from preheat.backends.cuda import environment as cuda
-from preheat.cli import main
+from preheat.cli.main import main
 from preheat.settings import Settings
 
 H200 = "NVIDIA H200, 9.0, 580.159.04, 142000, 143771, 1980, 1980, 700.00, 700.00, Enabled, Disabled, Default"
@@ -144,5 +144,7 @@ def test_a_report_names_settings_and_masks_secrets(capsys, monkeypatch):
 
 
 def test_no_torch_is_imported():
-    code = "import sys; from preheat.cli import main; main(['doctor', '--port=0']); sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys; from preheat.cli.main import main; main(['doctor', '--port=0']); sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, check=False).returncode == 0

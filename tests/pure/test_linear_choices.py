@@ -391,7 +391,7 @@ def model_config():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_tuning_is_refused_without_a_gpu(capsys):
-    from preheat.cli import main
+    from preheat.cli.main import main
 
     assert main(["tune", "--model", "bundled"]) == 2
     said = capsys.readouterr().err

@@ -14,7 +14,7 @@ BEFORE = "    output_kind: RequestOutputKind ="
 ASKED = """
 import json, sys
 import msgspec
-from preheat.cli import _parser
+from preheat.cli.main import _parser
 from preheat.core import SamplingParams
 from preheat.server.schema import ChatRequest, CompletionRequest
 from preheat.server.openapi import _add_ranges

@@ -15,8 +15,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preheat import cli
-from preheat.cli import _load, _values
+from preheat.cli import main as cli
+from preheat.cli.common import load
+from preheat.cli.main import _values
 from preheat.errors import SettingsError
 from preheat.settings import OPTIONS, Settings
 from preheat.utils import environment
@@ -65,7 +66,7 @@ def settings(*words: str) -> Settings:
     """Return the settings of ``preheat serve`` with these words."""
     values = _values(["serve", *map(dashed, words)])
     values.pop("run")
-    return _load(values)
+    return load(values)
 
 
 @pytest.mark.parametrize("flag", FLAGS)

@@ -1,0 +1,55 @@
+"""Parts of many commands: their arguments, their settings, and their output."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from preheat.errors import SettingsError
+from preheat.settings import OPTIONS, Settings
+from preheat.utils.log import printable
+from preheat.utils.options import Option, add_flags
+
+FAILURE = 1
+
+ENGINE_OPTIONS = [opt for opt in OPTIONS.values() if opt.group != "Server"]
+
+
+def add_command(
+    commands: Any, name: str, run: Callable[[dict[str, Any]], int], options: Iterable[Option], text: str
+) -> argparse.ArgumentParser:
+    """Add a command with the model as its argument."""
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name, help=text, allow_abbrev=False, usage=f"preheat {name} [MODEL] [--flag VALUE ...]"
+    )
+    parser.set_defaults(run=run)
+    parser.add_argument("model_argument", nargs="?", metavar="MODEL", help="same as --model")
+    add_flags(parser, options)
+    return parser
+
+
+def say(text: str) -> None:
+    """Print a line that may have control characters."""
+    print(printable(text), flush=True)
+
+
+def flag_of(name: str) -> str:
+    """Return the flag of an option."""
+    return "--" + name.replace("_", "-")
+
+
+def load(values: dict[str, Any]) -> Settings:
+    """Return the settings of a command with the model as its argument. Raises SettingsError for several models."""
+    settings = loaded(values)
+    if settings.models:
+        raise SettingsError("several models are for `preheat serve`: name one, as --model PATH", param="models")
+    return settings
+
+
+def loaded(values: dict[str, Any]) -> Settings:
+    """Return the settings of a command with the model as its argument, or with several models."""
+    model = values.pop("model_argument")
+    if model is not None and values.setdefault("model", [model]) != [model]:
+        raise SettingsError(f"the model is given twice, as {model!r} and by --model: leave one out", param="model")
+    return Settings.load(values)
