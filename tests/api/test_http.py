@@ -57,10 +57,17 @@ def test_tokenizer_routes(scripted: Server) -> None:
     assert scripted.post("/tokenize", {"prompt": "x", "messages": MESSAGES}).status == 400
 
 
+def calling(arguments: str) -> dict[str, Any]:
+    """Return a conversation with a tool call that has these arguments."""
+    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    return {"messages": [{"role": "assistant", "content": "", "tool_calls": [call]}, *MESSAGES]}
+
+
 REFUSED = [
     (b"{", None, "JSON"),
     (b"\xff", None, "JSON"),
-    (b'{"prompt": "\\ud800"}', None, ""),
+    (b'{"prompt": "\\ud800"}', None, "send both halves"),
+    (b'{"prompt": "\\udfff and more text"}', None, "send both halves"),
     (b"[" * 100_000, None, ""),
     (b'{"prompt": ' + b"[" * 50_000, "prompt[0][0]", "Expected"),
     (b"null", None, "object"),
@@ -80,7 +87,7 @@ REFUSED = [
     ({"prompt": "x", "n": 3, "best_of": 2}, "best_of", "at least n"),
     ({"prompt": "x", "best_of": 2, "stream": True}, "best_of", "cannot be streamed"),
     ({"prompt": "x", "priority": 1}, "priority", "--scheduling-policy"),
-    ({"prompt": "x", "suffix": "y"}, "suffix", "not supported"),
+    ({"prompt": "x", "suffix": "y"}, "suffix", "not supported: leave it out"),
     ({"prompt": "x", "logprobs": 21}, "logprobs", "at most 20"),
     ({"messages": MESSAGES, "logprobs": True, "top_logprobs": 21}, "top_logprobs", "at most 20"),
     ({"prompt": "x", "prompt_logprobs": 21}, "prompt_logprobs", "at most 20"),
@@ -99,7 +106,13 @@ REFUSED = [
     ({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}]},
      "messages", "sees no images"),
     ({"messages": [{"role": "user", "content": [{"type": "file"}]}]}, "messages", "'file'"),
+    ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "add the field text"),
+    (calling("[1]"), "messages[0].tool_calls[0]", "are a list: send a JSON object"),
+    (calling('{"a": NaN}'), "messages[0].tool_calls[0]", "NaN is no finite number"),
+    (calling('{"a": -1e999}'), "messages[0].tool_calls[0]", "-1e999 is no finite number"),
     ({"messages": MESSAGES, "tools": [{}]}, "tools[0]", "missing required field"),
+    ({"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name",
+     "give the function a name"),
     ({"messages": MESSAGES, "functions": [{}]}, "functions", "not supported"),
     ({"messages": MESSAGES, "modalities": ["audio"]}, "modalities", "not supported"),
     ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template", "--chat-template"),

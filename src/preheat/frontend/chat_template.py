@@ -276,9 +276,13 @@ def _text_part(part: object, image_token: str | None) -> str:
     if isinstance(part, str):
         return part
     kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (type(part).__name__, None)
-    if kind != "text" or not isinstance(text, str):
+    if kind == "text" and not isinstance(text, str):
+        raise InvalidRequest(
+            "A content part of type 'text' has no text: add the field text, a string", param="messages"
+        )
+    if kind != "text":
         raise InvalidRequest(f"Content parts of type {kind!r} are not supported, only text is", param="messages")
-    return text
+    return str(text)
 
 
 def _read_override(template: str) -> StoredTemplate:

@@ -3,11 +3,22 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from preheat.errors import InvalidRequest
 from preheat.utils.json_size import check_size
+
+
+def _finite(text: str) -> float:
+    """Return the number in ``text``. Raises ValueError for one that JSON or a double does not have."""
+    if not math.isfinite(number := float(text)):
+        raise ValueError(f"{text[:20]} is no finite number")
+    return number
+
+
+_ARGUMENTS = json.JSONDecoder(parse_float=_finite, parse_constant=_finite)
 
 
 def chat_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -48,12 +59,20 @@ def _call(call: object, param: str) -> dict[str, Any]:
 
 
 def call_of(id: str | None, name: str, arguments: str | dict[str, Any], param: str) -> dict[str, Any]:
-    """Return a call of the conversation's history in the form of chat templates."""
+    """Return a call of the conversation's history in the form of chat templates.
+
+    Arguments that are ``null`` count as none. Raises InvalidRequest for any other text than a JSON object.
+    """
     if isinstance(arguments, str):
         check_size(arguments.encode(errors="replace"), f"{param}: the JSON of the arguments", param=param)
         try:
-            arguments = json.loads(arguments or "{}")
+            arguments = _ARGUMENTS.decode(arguments or "{}") or {}
         except (ValueError, RecursionError) as error:
             raise InvalidRequest(f"{param}: the arguments are not valid JSON: {error}", param=param) from error
+    if not isinstance(arguments, dict):
+        raise InvalidRequest(
+            f"{param}: the arguments are a {type(arguments).__name__}: send a JSON object, with a name for each",
+            param=param,
+        )
     function = {"name": name, "arguments": arguments}
     return {**({} if id is None else {"id": id}), "type": "function", "function": function}

@@ -214,4 +214,8 @@ def _tool(definition: Mapping[str, Any], place: int) -> Tool:
     check_tool_kind(tool.type, param)
     if tool.function is None:
         raise InvalidRequest(f"{param}.function is missing", param=f"{param}.function")
+    if not tool.function.name:
+        raise InvalidRequest(
+            f"{param}.function.name is empty: give the function a name", param=f"{param}.function.name"
+        )
     return Tool(tool.function.name, tool.function.parameters or {}, bool(tool.function.strict))

@@ -26,6 +26,9 @@ Kind = TypeVar("Kind")
 Names = dict[str, None]
 """Names of ignored fields, each once, in order. Indices of lists are left out, as in ``messages[].name``."""
 
+_HALF = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
+"""The first half of a surrogate pair; near the end of a body msgspec says only that the body is cut off."""
+
 _PATH = re.compile(r"`\$([^`]*)`")
 _UNKNOWN = "unknown field `"
 _FIELD_PROBLEMS = {
@@ -45,11 +48,18 @@ def decode(data: bytes, kind: type[Body], ignored: Names | None = None) -> Body:
     except msgspec.ValidationError as error:
         raise _invalid(str(error)) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"The body is not valid JSON: {error}") from error
+        raise _malformed(error, data) from error
     except RecursionError as error:
         raise InvalidRequest("The body is nested too deeply") from error
     _check_only(body, "", "", ignored)
     return body
+
+
+def _malformed(error: Exception, data: bytes) -> InvalidRequest:
+    said = str(error)
+    if "surrogate" in said or ("truncated" in said and _HALF.search(data, max(len(data) - 16, 0))):
+        said += "; half of a surrogate pair (\\ud800 to \\udfff) is no character: send both halves, or none"
+    return InvalidRequest(f"The body is not valid JSON: {said}")
 
 
 def prepare(kind: type[Struct]) -> None:
@@ -177,7 +187,7 @@ def _check_only(body: Struct, path: str, at: str, ignored: Names | None) -> None
         if is_hint and ignored is not None:
             ignored[f"{at}{name}"] = None
             continue
-        raise InvalidRequest(f"{path}{name} is not supported", param=f"{path}{name}")
+        raise InvalidRequest(f"{path}{name} is not supported: leave it out", param=f"{path}{name}")
     for name in body.__struct_fields__:
         value = getattr(body, name)
         if isinstance(value, Struct):
