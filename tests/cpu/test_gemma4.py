@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from preheat.backends.cpu import attention
 from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.backends.cpu.llvm import layer as compiled
 from preheat.backends.cpu.tiles import SPLIT
+from preheat.backends.cuda.card import HOPPER
 from preheat.backends.cuda.facts import FACTS as CUDA
+from preheat.backends.cuda.lacking import lacking
 from preheat.backends.hpu.facts import FACTS as HPU
 from preheat.backends.support import supports
 from preheat.cache_groups import WHOLE
@@ -26,6 +29,7 @@ from preheat.model.files import read_config
 from preheat.model.specs import ModelSpec
 from preheat.model.values import check_supported
 from preheat.ops.activation import capped
+from preheat.ops.values import Cache
 from tests.cpu.checkpoints import GEMMA4, LAYER_INPUTS, MODELS, SMALL, save_checkpoint
 from tests.cpu.test_family_engines import GREEDY, OPTIONS, differing, error, run
 from tests.cpu.test_gpt_oss import Checkpoint, prompts
@@ -129,13 +133,18 @@ def test_a_number_bent_by_tanh_has_the_same_bits_at_every_place() -> None:
         assert torch.equal(capped(x[:, at:].contiguous(), 30.0), found[:, at:])
 
 
-@pytest.mark.parametrize(("facts", "name"), [(CUDA, "cuda"), (HPU, "hpu")])
-def test_devices_without_kernels_refuse_by_name(facts: Any, name: str, own: Checkpoint) -> None:
+def test_devices_without_kernels_refuse_by_name(own: Checkpoint) -> None:
     what = "end: layers with a scalar or an input of their own are|mlp\\.experts: a router by softmax, .*"
-    reason = rf"layers\.0\.({what}) not supported on {name}: "
-    with pytest.raises(ModelError, match=reason):
+    with pytest.raises(ModelError, match=rf"layers\.0\.({what}) not supported on hpu: "):
+        check_supported(spec_of(own), "bfloat16", partial(supports, HPU))
+    for facts in (CPU, CUDA):
         check_supported(spec_of(own), "bfloat16", partial(supports, facts))
-    check_supported(spec_of(own), "bfloat16", partial(supports, CPU))
+
+
+def test_a_gpu_refuses_wide_heads_of_float32() -> None:
+    wide = Cache(head_dim=512, dtype="float32", model="float32")
+    assert "heads of 512 numbers in float32" in (lacking(HOPPER, wide) or "")
+    assert lacking(HOPPER, replace(wide, dtype="bfloat16", model="bfloat16")) is None
 
 
 def test_other_modes_refuse_by_name(own: Checkpoint) -> None:

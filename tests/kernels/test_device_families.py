@@ -31,6 +31,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "GPTBigCode": {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64},
     "DeepseekV3": {**LLAMA, **LATENT, "n_group": 2, "topk_group": 1},
     "Gemma3": {**LLAMA, "head_dim": 16, "sliding_window": 5, "sliding_window_pattern": 2, "query_pre_attn_scalar": 9},
+    "Gemma4": {
+        **LLAMA, "head_dim": 8, "global_head_dim": 16, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "num_global_key_value_heads": 1, "sliding_window": 5, "num_hidden_layers": 3, "num_kv_shared_layers": 1,
+        "layer_types": ["sliding_attention", "full_attention", "sliding_attention"], "attention_k_eq_v": True,
+        "hidden_size_per_layer_input": 8, "vocab_size_per_layer_input": VOCAB, "enable_moe_block": True,
+        "num_experts": 3, "top_k_experts": 2, "moe_intermediate_size": 16, "final_logit_softcapping": 3.0,
+        "tie_word_embeddings": True,
+    },
     "GptOss": {
         **LLAMA, "head_dim": 16, "sliding_window": 5, "num_local_experts": 3, "num_experts_per_tok": 2,
         "quantization_config": {"quant_method": "mxfp4"}, "intermediate_size": 32,

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from preheat.backends.cuda.activation import activate, clip, scaled, silu_and_mul
+from preheat.backends.cuda.activation import activate, cap, clip, scaled, silu_and_mul
 from preheat.backends.cuda.attention_values import Places
 from preheat.backends.cuda.embedding import embed, take_rows
 from preheat.backends.cuda.moe_shared import add_shared
@@ -66,6 +66,26 @@ def test_other_norms(dtype, kind, biased, size):
     total = x + residual
     assert torch.equal(norm.add(x, residual), norm(total))
     assert torch.equal(residual, total)
+
+
+@DTYPES
+def test_a_norm_that_is_rounded_once(dtype):
+    x, weight = random(4, 96, dtype=dtype), random(96, dtype=dtype, seed=2)
+    norm, reference = (make(weight, 1e-5, "rms_once") for make in (CudaNorm, make_norm))
+    assert relative_error(norm(x), reference(x).double()) < ROUNDING[dtype]
+    assert torch.equal(norm(x[1:2]), norm(x)[1:2])
+    if dtype == torch.bfloat16:
+        assert not torch.equal(norm(x), rms_norm(x, weight, 1e-5)), "one rounding more is seen"
+
+
+@DTYPES
+def test_numbers_are_bent_by_tanh(dtype):
+    x = random(3, 1100, dtype=dtype) * 40
+    x[0, :4] = torch.tensor([-500.0, 500.0, 0.0, torch.nan])
+    found, right = cap(x, 30.0), activation.capped(x, 30.0)
+    assert torch.allclose(found.float(), right.float(), rtol=ROUNDING[dtype], atol=1e-5, equal_nan=True)
+    assert torch.equal(cap(x[1:2].contiguous(), 30.0), found[1:2])
+    assert not torch.allclose(cap(x, 29.0)[1:].float(), right[1:].float(), rtol=ROUNDING[dtype], atol=1e-5)
 
 
 @DTYPES
@@ -236,7 +256,7 @@ def test_embeddings_of_images_are_taken_where_ids_say_so(dtype, scale):
     assert torch.equal(rows[[0, 2]], embedding.embed(known[[0, 2]], table, scale=scale))
 
 
-@pytest.mark.parametrize("kind", ["rms", "rms_plus_one"])
+@pytest.mark.parametrize("kind", ["rms", "rms_plus_one", "rms_once"])
 def test_heads_that_do_not_turn(kind):
     qkv, weight = random(2, 5, 64), random(4, 64, seed=1)
     slots, positions = torch.zeros(2, dtype=torch.int32), torch.tensor([0, 5], dtype=torch.int32)
@@ -247,6 +267,9 @@ def test_heads_that_do_not_turn(kind):
         assert relative_error(given[:, :3], expected[:, :3].double()) < 1e-6
         assert relative_error(cache[0, 0, 0, [0, 5]], expected[:, 3].double()) < 1e-6
         assert torch.equal(cache[0, 1, 0, [0, 5]], qkv[:, 4])
+        alone, before = qkv[:, :3].contiguous(), cache.clone()  # of a layer that reads another layer's keys
+        rope_and_write(alone, cache, Places(slots, positions, slots.view(2, 1)), norm=norm, own=False)
+        assert torch.equal(alone, given[:, :3]) and torch.equal(cache, before)
 
 
 @DTYPES
@@ -266,3 +289,5 @@ def test_queries_grow_behind_their_rotation(dtype):
 def test_rows_are_taken():
     hidden = random(6, 1100, dtype=torch.bfloat16)
     assert torch.equal(take_rows(hidden, torch.tensor([5, 0, 5], dtype=torch.int32)), hidden[[5, 0, 5]])
+    parts, index = hidden.view(len(hidden), 2, -1), torch.tensor([5, 0, 5], dtype=torch.int32)
+    assert torch.equal(take_rows(parts[:, 1], index), parts[[5, 0, 5], 1]), "rows may lie in wider rows"

@@ -50,7 +50,7 @@ from tools.oracles.layers import SCHEMES, Card, name_of, traces
 
 Work = Callable[[], object]
 
-HEADS = ((32, 8, 128), (14, 2, 64), (8, 4, 256))
+HEADS = ((32, 8, 128), (14, 2, 64), (8, 4, 256), (16, 2, 512))
 """Query heads, KV heads and numbers of a head."""
 
 STORED = {"bfloat16": torch.bfloat16, "float32": torch.float32, **DTYPES}

@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preheat.backends.cuda.elementwise import clamped_silu_mul, gelu, gelu_tanh, quick_gelu, relu2, silu_mul
+from preheat.backends.cuda.elementwise import capped, clamped_silu_mul, gelu, gelu_tanh, quick_gelu, relu2, silu_mul
 from preheat.backends.cuda.launch import begin, options
 from preheat.ops.kinds import Activation
 
@@ -69,6 +69,8 @@ def _activate(x, out, inner, number, KIND: tl.constexpr, COLUMNS: tl.constexpr, 
             result = quick_gelu(value)
         elif KIND == "relu2":
             result = relu2(value)
+        elif KIND == "capped":
+            result = capped(value, number)
         elif KIND == "scaled":
             result = (value.to(tl.float32) * number).to(value.dtype)
         else:
@@ -88,6 +90,11 @@ def activate(x: Tensor, activation: Activation) -> Tensor:
 def clip(x: Tensor, limit: float) -> Tensor:
     """Return ``x`` [tokens, outputs], contiguous, kept between -``limit`` and ``limit``, as a new tensor."""
     return _launch(x, x.shape[1], limit, "clip")
+
+
+def cap(x: Tensor, limit: float, out: Tensor | None = None) -> Tensor:
+    """Return ``x`` [tokens, outputs], contiguous, bent below ``limit`` by tanh, as a new tensor or in ``out``."""
+    return _launch(x, x.shape[1], limit, "capped", out)
 
 
 def scaled(x: Tensor, factor: float, out: Tensor | None = None) -> Tensor:

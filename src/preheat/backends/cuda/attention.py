@@ -176,7 +176,7 @@ class CudaAttention:
         scales = None if cache.dtype == layer.dtype else layer.kv_scales
         rope_and_write(
             qkv, cache, places, layer.rope, layer.qk_norm,
-            scales=scales, growth=layer.growth, by_token=layer.by_token,
+            scales=scales, growth=layer.growth, by_token=layer.by_token, own=layer.own,
         )  # fmt: skip
         query = qkv[:, : layer.num_heads]
         if len(step.pieces[tiles].work):

@@ -142,6 +142,9 @@ class CudaBackend:
         down = value.down if isinstance(value, Experts) else None
         if down and down.terms and down.order.is_split and down.weight.scheme and isinstance(found, Ok):
             return WithoutTerms("with this device, quantization and ranks")
+        activation = value.gate_up.finish.activation if isinstance(value, Experts) else None
+        if down and down.terms and activation not in (None, "silu_and_mul") and isinstance(found, Ok):
+            return WithoutTerms(f"with this device and experts with {activation}")
         return found
 
     def supports_bfloat16(self) -> bool:

@@ -74,6 +74,15 @@ def gelu_tanh(x):
 
 
 @triton.jit
+def capped(x, limit):
+    """Return limit * tanh(x / limit), in fp32, rounded to the dtype."""
+    bent = tl.div_rn(x.to(tl.float32), limit)
+    small = tl.exp(tl.abs(bent) * -2.0)
+    size = tl.div_rn(1.0 - small, 1.0 + small)
+    return (tl.where(bent < 0.0, -size, size) * limit).to(x.dtype)
+
+
+@triton.jit
 def relu2(x):
     """Return the square of max(x, 0), in fp32, rounded to the dtype; NaN stays NaN."""
     wide = x.to(tl.float32)

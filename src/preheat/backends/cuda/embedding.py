@@ -18,10 +18,10 @@ COLUMNS = 1024
 
 
 @triton.jit
-def _copy_row(source, out, row, size, COLUMNS: tl.constexpr):
+def _copy_row(source, out, row, size, stride, COLUMNS: tl.constexpr):
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = at < size
-    copied = tl.load(source + row.to(tl.int64) * size + at, mask=inside)
+    copied = tl.load(source + row.to(tl.int64) * stride + at, mask=inside)
     tl.store(out + tl.program_id(0).to(tl.int64) * size + at, copied, mask=inside)
 
 
@@ -38,7 +38,7 @@ def _embed(
         )  # fmt: skip
     else:
         if token < -1:
-            _copy_row(images, out, -2 - token, size, COLUMNS)
+            _copy_row(images, out, -2 - token, size, size, COLUMNS)
         else:
             _embed_token(
                 token, slots, last_token, table, out, size, scale, learned, positions, types, vocab, COLUMNS
@@ -54,7 +54,7 @@ def _embed_token(
     if types is not None:
         kind, token = token // vocab, token % vocab
     if scale is None and learned is None and types is None:
-        _copy_row(table, out, token, size, COLUMNS)
+        _copy_row(table, out, token, size, size, COLUMNS)
     else:
         at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
         inside = at < size
@@ -72,9 +72,9 @@ def _embed_token(
 
 
 @triton.jit
-def _take_rows(hidden, index, out, size, COLUMNS: tl.constexpr, overlap: tl.constexpr):
+def _take_rows(hidden, index, out, size, stride, COLUMNS: tl.constexpr, overlap: tl.constexpr):
     begin(overlap)
-    _copy_row(hidden, out, tl.load(index + tl.program_id(0)), size, COLUMNS)
+    _copy_row(hidden, out, tl.load(index + tl.program_id(0)), size, stride, COLUMNS)
 
 
 def embed(
@@ -110,9 +110,11 @@ def embed(
 
 
 def take_rows(hidden: Tensor, index: Tensor) -> Tensor:
-    """Return the rows ``index`` int32 [rows] of ``hidden`` [tokens, size]: a new tensor [rows, size]."""
+    """Return the rows ``index`` int32 [rows] of ``hidden`` [tokens, size], of any stride: a new tensor [rows, size]."""
     size = hidden.shape[1]
     out = hidden.new_empty(len(index), size)
     programs = (len(index), triton.cdiv(size, COLUMNS))
-    _take_rows[programs](hidden, index, out, size, COLUMNS=COLUMNS, **options(num_warps=4, num_stages=1))
+    _take_rows[programs](
+        hidden, index, out, size, hidden.stride(0), COLUMNS=COLUMNS, **options(num_warps=4, num_stages=1)
+    )
     return out

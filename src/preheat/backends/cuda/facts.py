@@ -23,7 +23,6 @@ FACTS = Facts(
     split=512,
     asynchronous=True,
     captures=True,
-    no_layer_ends="nobody has written the last steps of such layers, and entries of several sizes, there",
     quantized={
         "w8a8": QuantizedKernel("float8 matrix unit, promoted to fp32 every 128 inputs"),
         "w8a16": QuantizedKernel("dequantized in the tile; layers, for many rows, in memory"),

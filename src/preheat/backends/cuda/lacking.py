@@ -23,10 +23,10 @@ def lacking(card: Card, value: Value) -> str | None:
         return _cache(card, value)
     if isinstance(value, Recurrence):
         return _recurrence(value)
-    if isinstance(value, Experts) and not value.gate_up.finish.bias:
+    if isinstance(value, Experts) and value.down.order.is_split:
         activation = value.gate_up.finish.activation or "silu_and_mul"
         if activation != "silu_and_mul":
-            return f"experts with {activation} and no biases have no kernel on a GPU yet: use --device cpu"
+            return f"experts with {activation} that ranks share have no kernel on a GPU yet: use --device cpu"
     if card.float8:
         return None
     for part in matmuls(value):
@@ -53,6 +53,8 @@ def _cache(card: Card, cache: Cache) -> str | None:
     if cache.latent:
         eight = cache.dtype.startswith("fp8")
         return f"a cache of latent vectors in {cache.dtype} has no kernel on a GPU yet: use auto" if eight else None
+    if cache.model == "float32" and cache.head_dim > 256:
+        return f"heads of {cache.head_dim} numbers in float32 do not fit a GPU's shared memory: use --dtype bfloat16"
     if cache.model == "float32" and cache.head_dim > 128 and card.shared_bytes < WIDE_FLOAT32:
         return (
             f"heads of {cache.head_dim} numbers in float32 need {WIDE_FLOAT32 // 1024} KB of shared memory, and "

@@ -57,28 +57,32 @@ Adding = Callable[[Tensor, Tensor, Arrangement, bool], Tensor]
 arrangement, and whether the layer is the first; inputs of the first layer are tokens."""
 
 
-class Biased(NamedTuple):
-    """Biases of both layers, [experts, 2 * inner] and [experts, hidden], and the activation between them."""
+class Apart(NamedTuple):
+    """An activation that is a launch of its own, and the layers' biases, if there are any.
 
-    gate_up: Tensor
-    down: Tensor
+    The biases are [experts, 2 * inner] and [experts, hidden].
+    """
+
+    gate_up: Tensor | None
+    down: Tensor | None
     activation: Activation
 
 
 def experts_forward(
     config: ExpertsConfig, x: Rows, logits: Tensor, gate_up: Weight, down: Weight, routing: Routing, counts: Tensor,
-    adding: Adding | None = None, biased: Biased | None = None, scales: Scales = NO_SCALES,
+    adding: Adding | None = None, between: Apart | None = None, scales: Scales = NO_SCALES,
 ) -> Tensor:  # fmt: skip
     """Return the outputs of the experts for ``x`` [tokens, hidden] by the kernels of ``config``.
 
     ``counts`` are as for :func:`arrange`. ``adding`` adds terms to the outputs of both layers, before the activation
-    and before rows are weighted. ``biased`` experts have no terms; their activation is a launch of its own.
+    and before rows are weighted. Experts with an activation ``between`` their layers have no terms.
     """
     arrangement = arrange(logits, routing, config.block, counts, scales)
-    if biased is not None:
-        y = experts_layer(config.gate_up, x, gate_up, arrangement, gated=False, gathered=True, bias=biased.gate_up)
-        inner = activate(y, biased.activation)
-        return combine(experts_layer(config.down, inner, down, arrangement, gated=False, bias=biased.down), arrangement)
+    if between is not None:
+        y = experts_layer(config.gate_up, x, gate_up, arrangement, gated=False, gathered=True, bias=between.gate_up)
+        inner = activate(y, between.activation)
+        made = experts_layer(config.down, inner, down, arrangement, gated=False, bias=between.down)
+        return combine(made, arrangement)
     if adding is None:
         inner = experts_layer(config.gate_up, x, gate_up, arrangement, gated=True)
         return combine(experts_layer(config.down, inner, down, arrangement, gated=False), arrangement)
@@ -137,9 +141,10 @@ class ExpertsLayer:
         self._ranks, self._rows = cast(RankSums, context.ranks or RankSums()), cast(CudaAdapterRows, context.rows)
         self.shape = experts_shape_of(value)
         biases, gate_up, down = weights[2:], stored(weights[0], ONE_SUM), stored(weights[1], order)
-        self._scales, self._biased = Scales(weights.correction, weights.factors), None
-        if biases[0] is not None and biases[1] is not None:
-            self._biased = Biased(biases[0], biases[1], value.gate_up.finish.activation or "silu_and_mul")
+        self._scales, self._between = Scales(weights.correction, weights.factors), None
+        activation = value.gate_up.finish.activation or "silu_and_mul"
+        if biases[0] is not None or activation != "silu_and_mul":
+            self._between = Apart(biases[0], biases[1], activation)
         self._gate_up, self._down, spare = [gate_up], [down], 0
         if self._split and gate_up.form == "plain" and down.form == "plain":
             spare, experts = 1, len(gate_up)
@@ -157,8 +162,8 @@ class ExpertsLayer:
         """See :class:`preheat.backends.base.layers.HasWeights`."""
         for weight in (*self._gate_up, *self._down):
             yield from weight.tensors
-        yield from () if self._biased is None else self._biased[:2]
-        yield from (each for each in self._scales if each is not None)
+        biases = () if self._between is None else self._between[:2]
+        yield from (each for each in (*biases, *self._scales) if each is not None)
 
     def state(self) -> tuple[Tensor, ...]:
         """See :class:`preheat.backends.base.layers.HasWeights`."""
@@ -205,12 +210,13 @@ class ExpertsLayer:
         ``apart`` as for :meth:`local`.
         """
         weights = self._gate_up[0], self._down[0]
-        if self._biased is not None and config.gate_up.kind == "wide":
+        biased = self._between is not None and self._between.gate_up is not None
+        if biased and config.gate_up.kind == "wide":
             config = _TILES  # the kernel for many rows adds no bias
         with self._counting():
             adding = self._added if apart else None
             return experts_forward(
-                config, x, logits, *weights, self.value.routing, self._counts, adding, self._biased, self._scales
+                config, x, logits, *weights, self.value.routing, self._counts, adding, self._between, self._scales
             )
 
     def _added(self, y: Tensor, x: Tensor, arrangement: Arrangement, first: bool) -> Tensor:

@@ -59,6 +59,8 @@ def finish_row(
     elif KIND == "rms_plus_one":
         result = wide * inverse_rms(tl.sum(wide * wide, 0), share, eps) * (1.0 + scales.to(tl.float32))
         result = result.to(row.dtype)
+    elif KIND == "rms_once":
+        result = (wide * inverse_rms(tl.sum(wide * wide, 0), share, eps) * scales.to(tl.float32)).to(row.dtype)
     else:
         normed = (wide * inverse_rms(tl.sum(wide * wide, 0), share, eps)).to(row.dtype)
         result = (normed.to(tl.float32) * scales.to(tl.float32)).to(row.dtype)

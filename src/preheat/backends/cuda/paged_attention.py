@@ -83,6 +83,8 @@ def decode_config(rows: int, dim: int, dtype: torch.dtype, stored: torch.dtype) 
 
     The cache has the dtype ``stored``. Measured on an H200 (benchmarks/attention.py).
     """
+    if dim * dtype.itemsize > 512:
+        return AttentionConfig(rows=16, warps=8, stages=1, programs=2)
     if dim * dtype.itemsize > 256:
         return AttentionConfig(rows=16, warps=4, stages=2, programs=6)
     if stored.itemsize == 1:
@@ -100,7 +102,7 @@ def verify_rows(heads: int, kv_heads: int, width: int, dim: int, dtype: torch.dt
     The number covers all tokens of a row, up to the limit set by registers.
     """
     group_rows: int = triton.next_power_of_2(heads // kv_heads)
-    most = 16 if dtype == torch.float32 else 64 if dim <= 128 else 32
+    most = 16 if dtype == torch.float32 or dim > 256 else 64 if dim <= 128 else 32
     wanted: int = triton.next_power_of_2(width * group_rows)
     return max(min(wanted, most), 16, group_rows)
 
@@ -122,6 +124,8 @@ def prefill_config(dim: int, dtype: torch.dtype, card: Card = PORTABLE) -> Atten
         return AttentionConfig(rows=16, warps=4, stages=2)
     if dim <= 128:
         return AttentionConfig(rows=128, warps=8, stages=3)
+    if dim > 256:
+        return AttentionConfig(rows=16, warps=8, stages=1)
     return AttentionConfig(rows=64, warps=8, stages=2 if card.room >= WIDE_HEADS else 1)
 
 

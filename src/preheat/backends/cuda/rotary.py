@@ -96,9 +96,11 @@ def _rope_and_write(
         wide_left, wide_right = left.to(tl.float32), right.to(tl.float32)
         total = tl.sum(wide_left * wide_left + wide_right * wide_right, 1)
         inverse = inverse_rms(total, 1.0 / DIM, eps)[:, None]
-        if KIND == "rms_plus_one":
-            scales_left = 1.0 + tl.load(scales_at, mask=turned, other=0.0).to(tl.float32)
-            scales_right = 1.0 + tl.load(scales_at + MIDDLE, mask=turned, other=0.0).to(tl.float32)
+        if KIND == "rms_plus_one" or KIND == "rms_once":
+            scales_left = tl.load(scales_at, mask=turned, other=0.0).to(tl.float32)
+            scales_right = tl.load(scales_at + MIDDLE, mask=turned, other=0.0).to(tl.float32)
+            if KIND == "rms_plus_one":
+                scales_left, scales_right = 1.0 + scales_left, 1.0 + scales_right
             normed_left = (wide_left * inverse * scales_left).to(left.dtype)
             normed_right = (wide_right * inverse * scales_right).to(left.dtype)
         else:
@@ -155,6 +157,7 @@ def rope_and_write(
     scales: tuple[float, float] | None = None,
     growth: Tensor | None = None,
     by_token: bool = False,
+    own: bool = True,
 ) -> None:
     """Apply the norm, if any, and rotary embedding to queries and keys; write keys and values to ``cache``.
 
@@ -165,11 +168,13 @@ def rope_and_write(
     root-mean-square norm with weights [heads + kv heads, dim]. ``growth`` [positions] are factors of rotated queries.
     ``scales`` of keys and of values are for a ``cache`` of eight bits. ``by_token``: ``rope`` is [tokens, 2, dim], a
     row for each token. An earlier kernel of the step writes it, and a kernel that waits for its end lies between them.
+    Without ``own`` keys, ``qkv`` has queries alone, and nothing is written to the cache.
     """
     weight, eps, kind = (None, 0.0, "rms") if norm is None else (norm.weight, norm.eps, norm.kind)
     assert kind != "layer", "heads have root-mean-square norms"
     key_scale, value_scale = (None, None) if scales is None else scales
-    kv_heads, block, dim = cache.shape[2:]
+    block, dim = cache.shape[3:]
+    kv_heads = cache.shape[2] if own else 0
     heads = qkv.shape[1] - 2 * kv_heads
     programs = (len(qkv), triton.cdiv(heads + 2 * kv_heads, HEADS_PER_PROGRAM))
     _rope_and_write[programs](

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base.layers import ALONE, FusedInput, LayerContext, LayerWeights, Norm
-from preheat.backends.cuda.activation import activate, clip, scaled
+from preheat.backends.cuda.activation import activate, cap, clip, scaled
 from preheat.backends.cuda.collective import RankSums, add_ranks
 from preheat.backends.cuda.hopper import is_hopper
 from preheat.backends.cuda.linear import apply
@@ -65,7 +65,7 @@ class Layer:
         self.value, self.configs = value, configs
         self._gated = finish.activation == "silu_and_mul"
         self._activation, self._limit = None if self._gated else finish.activation, finish.clip
-        self._factor = finish.factor
+        self._factor, self._cap = finish.factor, finish.cap
         self._split, self._ranks = value.order.is_split, cast(RankSums, context.ranks or RankSums())
         self.shape = shape_of(value)._replace(
             bias=self._bias is not None and not self._split,
@@ -116,7 +116,7 @@ class Layer:
     def __call__(self, x: Tensor | QuantizedRows, out: Tensor | None = None) -> Tensor:
         """``x`` [rows, inputs of this rank], at least one row -> [rows, outputs], half as many if gated.
 
-        The result is a new tensor, or ``out`` where at most a factor follows the sum. Both are contiguous.
+        The result is a new tensor, or ``out`` where at most a factor or a cap follows the sum. Both are contiguous.
         """
         blocks = None if self.slots is None else self._rows.blocks_for(len(x))
         room = out if self._activation is None and self._limit is None else None
@@ -130,6 +130,8 @@ class Layer:
             y = activate(y, self._activation)
         if self._factor is not None:
             return scaled(y, self._factor, out)
+        if self._cap is not None:
+            return cap(y, self._cap, out)
         return y if self._limit is None else clip(y, self._limit)
 
     def by(
@@ -188,7 +190,7 @@ class Layer:
     def join(self, x: Tensor, norm: Norm, residual: Tensor, how: FusedInput | None) -> Tensor | None:
         """See :data:`preheat.backends.base.layers.Join`; only for a layer of several ranks without rows of adapters."""
         peers = self._ranks.joining(*residual.shape) if self._split else None
-        plain = self._activation is None and self._limit is None and self._factor is None
+        plain = self._activation is None and self._limit is None and self._factor is None and self._cap is None
         if peers is None or not plain or (self.slots is not None and self._rows.blocks_for(len(x)) is not None):
             return None
         mine = self.partial(x, x.new_empty(residual.shape, dtype=torch.float32))
