@@ -353,18 +353,23 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--faults", type=int, metavar="N", help="faults of servers and clients")
     flags.add_argument("--ground", help="the servers of --faults: front, replicas, ranks, pooling or roles")
     flags.add_argument("--first", type=int, default=0, help="the first round of --faults")
+    flags.add_argument("--record", default="chaos_every", help="the name of the record of --every")
+    flags.add_argument("--seconds", type=float, default=1e9, help="end --every or --faults earlier")
     flags.add_argument("--ray", action="store_true", help="a replica behind the ingress of Ray Serve is killed")
     flags.add_argument("--options", type=json.loads, default={}, help="of the server, as JSON")
     args = flags.parse_args(words)
     if args.faults is not None:
         from benchmarks.common import faults
 
-        faults.run(args.faults, args.seed, args.options, ground=args.ground, first=args.first)
+        where = {"ground": args.ground, "first": args.first}
+        faults.run(args.faults, args.seed, args.options, **where, seconds=args.seconds)
         return
     if args.every:
         from benchmarks.common import every
 
-        every.run(mixed(args.requests, args.seed, ADAPTER, args.tokens), args.seed, args.options, args.kills)
+        asked = mixed(args.requests, args.seed, ADAPTER, args.tokens)
+        limits = {"most": args.kills, "seconds": args.seconds}
+        every.run(asked, args.seed, args.options, **limits, record=args.record)
         return
     if args.ray:
         from benchmarks.common import ray_ingress

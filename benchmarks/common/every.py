@@ -2,7 +2,11 @@
 
 All requests begin at one engine, which a :mod:`benchmarks.common.witness` in the server kills in the midst. The
 journal tells how many tokens each request has then: a request and a number of its tokens are a position. One kill meets
-a position of each open request. The rounds go on until each position of each request has been met.
+a position of each open request. The rounds go on until each position of each request has been met. A run with the
+seed, the options and the requests of the record goes on where it stopped.
+
+The pause of a moved request has parts: the kernel's notice of the death, the new messages, the engine's taking of them,
+the queue behind other moved requests, and the step that reads the text.
 """
 
 from __future__ import annotations
@@ -14,27 +18,42 @@ import signal
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from benchmarks import chaos
 from benchmarks.common.process import ServerProcess
-from benchmarks.common.report import save
+from benchmarks.common.report import RESULTS, save
 
 MODULE, VARIABLE = "benchmarks.common.witness", "PREHEAT_WITNESS"
 SECONDS = 10.0
+REFUSED = "503"
+"""The status of a new request that comes while no engine takes requests: it has no answer to compare."""
 
 
 def told(path: Path, count: int) -> list[dict[str, Any]]:
-    """Return the witness's lines, once there are ``count``."""
+    """Return the witness's whole lines, once there are ``count``."""
     end = time.monotonic() + SECONDS
     while time.monotonic() < end:
-        lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+        whole = path.read_text(encoding="utf-8").rpartition("\n")[0] if path.exists() else ""
+        lines = whole.splitlines()
         if len(lines) >= count:
             break
         time.sleep(0.02)
     return [json.loads(line) for line in lines]
+
+
+PARTS = {
+    "notice_s": "the server notices the death",
+    "resend_s": "it sends the requests to another engine",
+    "take_s": "the engine takes them, behind the step that it is in",
+    "queue_s": "the steps that read other moved texts",
+    "read_s": "the step that reads this text, and draws its next token",
+    "next_s": "all but the notice",
+}
+"""The parts of a pause in the server, then their sum."""
 
 
 def lengths(asked: Sequence[chaos.Asked], expected: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
@@ -46,69 +65,144 @@ def lengths(asked: Sequence[chaos.Asked], expected: Sequence[dict[str, Any]]) ->
     ]
 
 
-def run(asked: Sequence[chaos.Asked], seed: int, options: dict[str, Any], most: int) -> None:
-    """Kill until every position is met, at most ``most`` times, and save the figures. Exit with 1 for a difference."""
+def run(
+    asked: Sequence[chaos.Asked], seed: int, options: dict[str, Any], *, most: int, seconds: float, record: str
+) -> None:
+    """Kill until every position is met, at most ``most`` times and for ``seconds``, and save the figures as ``record``.
+
+    Exit with 1 for a difference.
+    """
+    same = {"requests": len(asked), "seed": seed, "tokens": asked[0].body["max_tokens"], "options": options}
+    before = _before(same, record)
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "witness"
         with chaos.replicas({"max_num_seqs": 256} | options, MODULE, **{VARIABLE: str(path)}) as server:
-            figures = _rounds(server, asked, path, most)
-    figures = {"requests": len(asked), "seed": seed, "options": options} | figures
-    print({name: value for name, value in figures.items() if name != "rounds"})
-    print(save("chaos_every", figures))
-    if figures["differing"] or figures["positions_met"] != figures["positions"]:
+            figures = _rounds(server, asked, path, (most, time.monotonic() + seconds), before)
+    figures = same | figures
+    print({name: value for name, value in figures.items() if name not in ("rounds", "missing")})
+    print(table(figures))
+    print(save(record, figures))
+    if figures["differing"]:
         sys.exit(1)
 
 
-def _rounds(server: ServerProcess, asked: Sequence[chaos.Asked], path: Path, most: int) -> dict[str, Any]:
+def _before(same: dict[str, Any], record: str) -> dict[str, Any]:
+    """Return the figures so far of runs of the same requests."""
+    path = RESULTS / f"{record}.json"
+    if path.exists():
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))["figures"]
+        if "missing" in found and all(found.get(name) == value for name, value in same.items()):
+            return found
+    return {}
+
+
+def table(figures: dict[str, Any]) -> str:
+    """Return the parts of the pauses as rows of a table."""
+    rows = [f"| {name[:-2]} | {PARTS[name]} | {p50:.3f} | {p99:.3f} |" for name, (p50, p99) in figures["parts"].items()]
+    return "\n".join(["| Part | | p50, s | p99, s |", "| --- | --- | --- | --- |", *rows])
+
+
+def _undisturbed(
+    server: ServerProcess, asked: Sequence[chaos.Asked], path: Path, before: dict[str, Any]
+) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Return the answers without a kill, and the witness's times. Tell the witness what it must know."""
     port, process = server.port, server.process.pid
     asyncio.run(chaos.together(port, asked, rank=0))  # so that the next round finds no first use
+    os.kill(process, signal.SIGHUP)
     plain = asyncio.run(chaos.together(port, asked, rank=1))
     expected = [chaos.normal(each) for each in plain]
     assert {each["status"] for each in expected} == {"200"}
-    Path(f"{path}.lengths").write_text(json.dumps(lengths(asked, expected)), encoding="utf-8")
+    known = lengths(asked, expected)
+    missing = {tuple(map(int, each.split()[:3])) for each in before["missing"]} if before else None
+    met = [
+        (seed, choice, k) for seed, choice, length in known for k in range(length)
+        if missing is not None and (seed, choice, k) not in missing
+    ]  # fmt: skip
+    Path(f"{path}.lengths").write_text(json.dumps({"lengths": known, "met": met}), encoding="utf-8")
     os.kill(process, signal.SIGUSR2)
-    undisturbed = told(path, 1)[0]["plain"]
-    rounds, gaps = list[dict[str, Any]](), list[float]()
-    moved = chaos.metric(port, "request_moves_total")
-    for turn in range(most):
+    return expected, told(path, 1)[0]["plain"]
+
+
+def _rounds(
+    server: ServerProcess, asked: Sequence[chaos.Asked], path: Path, most: tuple[int, float], before: dict[str, Any]
+) -> dict[str, Any]:
+    port, process = server.port, server.process.pid
+    expected, undisturbed = _undisturbed(server, asked, path, before)
+    rounds, lines = list[dict[str, Any]](), list[dict[str, Any]]()
+    begun, moved = len(before.get("rounds", [])), chaos.metric(port, "request_moves_total")
+    while len(rounds) < most[0] and time.monotonic() < most[1]:
         os.kill(process, signal.SIGUSR1)
-        answers = asyncio.run(chaos.together(port, asked, rank=turn % 2))
+        answers = asyncio.run(chaos.together(port, asked, rank=(begun + len(rounds)) % 2))
         os.kill(process, signal.SIGUSR2)
-        lines = told(path, 2 + sum(each["killed"] for each in rounds))
-        killed = len(lines) > 1 + sum(each["killed"] for each in rounds)
-        line = lines[-1] if killed else {}
+        lines = told(path, 2 + len(rounds))
+        killed = bool(line := lines[-1])
         differing = [
             {"request": at, "kind": each.kind, "expected": want, "got": got}
             for at, (each, want, got) in enumerate(zip(asked, expected, map(chaos.normal, answers), strict=True))
-            if want != got
+            if want != got and got["status"] != REFUSED
         ]
-        if killed:
-            gaps += [chaos.pauses(each, line["killed"]) for each in answers if each.times]
-        rounds.append({"killed": int(killed), "differing": differing, **_figures(line)})
+        refused = sum(b" 503 " in each.raw.partition(b"\r\n")[0] for each in answers)
+        gaps = [chaos.pauses(each, line["killed"]) for each in answers if each.times] if killed else []
+        rounds.append({"killed": int(killed), "differing": differing, "refused": refused})
+        rounds[-1] |= _figures(line, gaps, undisturbed)
         rounds[-1]["back_s"] = round(chaos.wait_for_engines(port, 2), 2)
-        print(turn, json.dumps(rounds[-1] | {"differing": len(differing)}), flush=True)
-        if line.get("met") == line.get("of", -1):
+        print(begun + len(rounds), json.dumps(rounds[-1] | {"differing": len(differing)}), flush=True)
+        if killed and not line["missing"]:
             break
-    met = max((each.get("met", 0) for each in rounds), default=0)
-    first, gaps = undisturbed["first_token_s"], sorted(gap for gap in gaps if gap > 0)
-    return {
-        "kills": sum(each["killed"] for each in rounds), "moved": chaos.metric(port, "request_moves_total") - moved,
-        "positions": sum(each[2] for each in lengths(asked, expected)), "positions_met": met,
-        "answers": len(asked) * len(rounds), "differing": sum(len(each["differing"]) for each in rounds),
-        "pause_p50_s": _at(gaps, 50), "pause_p99_s": _at(gaps, 99), "first_token_p99_s": _at(first, 99),
-        "step_s": undisturbed["step_s"], "notice_p99_s": _at(sorted(e["notice_s"] for e in rounds if e["killed"]), 99),
-        "rounds": rounds,
+    moved = chaos.metric(port, "request_moves_total") - moved
+    missing = next((each.pop("missing") for each in reversed(lines) if "missing" in each), before.get("missing", []))
+    return _summary(asked, lengths(asked, expected), [*before.get("rounds", []), *rounds], missing) | {
+        "moved": moved + before.get("moved", 0.0), "first_token_p99_s": _at(undisturbed["first_token_s"], 99),
+        "step_s": undisturbed["step_s"], "missing": missing,
     }  # fmt: skip
 
 
-def _figures(line: dict[str, Any]) -> dict[str, Any]:
-    """Return the figures of a kill: how long it took to notice, and to give moved requests their next tokens."""
+def _summary(
+    asked: Sequence[chaos.Asked], known: Sequence[tuple[int, int, int]], rounds: Sequence[dict[str, Any]],
+    missing: Sequence[str],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the figures of all rounds."""
+    kills = [each for each in rounds if each["killed"] and each["lost"]]
+    kind = {one.body["seed"]: one.kind for one in asked}
+    kinds = (kind[int(each.split()[0])] for each in missing)
+    positions = sum(length for _, _, length in known)
+    gaps = sorted(float(gap) for each in kills for gap in each["pauses_s"].split())
+    worst = {part: sorted(each[part][1] for each in kills) for part in PARTS}
+    return {
+        "kills": sum(each["killed"] for each in rounds), "positions": positions,
+        "positions_met": positions - len(missing), "missing_by_kind": Counter(kinds),
+        "never_in_a_journal": sum(each.endswith(" 0") for each in missing),
+        "answers": len(asked) * len(rounds), "differing": sum(len(each["differing"]) for each in rounds),
+        "refused": sum(each.get("refused", 0) for each in rounds),
+        "pause_p50_s": _at(gaps, 50), "pause_p99_s": _at(gaps, 99),
+        "parts": {part: [_at(sorted(each[part][0] for each in kills), 50), _at(worst[part], 99)] for part in PARTS},
+        "kills_with_requests": len(kills), "within_bound": sum(map(_within, kills)),
+        "read_tokens_p50": _at(sorted(each["tokens"] for each in kills), 50),
+        "read_cpu_p50_s": _at(sorted(each["cpu_s"] for each in kills), 50), "rounds": rounds,
+    }  # fmt: skip
+
+
+def _within(kill: dict[str, Any]) -> bool:
+    """Return whether the pauses of a kill, at their 99th percentile, are within the bound."""
+    return bool(kill["notice_s"][1] + kill["next_s"][1] <= kill["bound_s"])
+
+
+def _figures(line: dict[str, Any], gaps: Sequence[float], undisturbed: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of a kill, each part of the pauses as its median and its 99th percentile.
+
+    ``bound_s`` is two steps and the reading of the moved texts, at the pace of the undisturbed round.
+    """
     if not line:
         return {}
-    back = [each for each in line["back_s"] if each >= 0]
-    return {
-        "target": line["target"], "lost": line["lost_requests"], "met": line["met"], "of": line["of"],
-        "notice_s": round(line["lost"] - line["killed"], 4), "next_p50_s": _at(back, 50), "next_p99_s": _at(back, 99),
+    found = {"lost": line["lost_requests"], "met": line["met"], "of": line["of"], "least": round(line["least"], 1)}
+    if not line["lost_requests"]:
+        return found
+    line["notice_s"] = [line["lost"] - line["killed"]]
+    pace = max(undisturbed["first_token_s"]) / undisturbed["prompts"]
+    return found | {part: [_at(line[part], 50), _at(line[part], 99)] for part in PARTS} | {
+        "tokens": line["tokens"], "cpu_s": round(line["cpu_s"], 2), "grammar_s": round(line["grammar_s"], 4),
+        "bound_s": round(2 * undisturbed["step_s"] + pace * line["tokens"], 4),
+        "pauses_s": " ".join(f"{gap:.2f}" for gap in sorted(gaps) if gap > 0.001),
     }  # fmt: skip
 
 

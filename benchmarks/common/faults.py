@@ -271,8 +271,14 @@ def _one(fleet: Fleet, name: str, number: int, seed: int, plain: tuple[Sequence[
     return result
 
 
-def on_ground(name: str, until: int, seed: int, first: int, options: dict[str, Any]) -> tuple[list[Round], int]:
-    """Commit at least ``until`` faults on a ground; return the rounds and the number of processes left."""
+def on_ground(
+    name: str, until: int, seed: int, first: int, *, options: dict[str, Any], seconds: float
+) -> tuple[list[Round], int]:
+    """Commit at least ``until`` faults on a ground, or as many as ``seconds`` suffice for, in one round at least.
+
+    Return the rounds and the number of processes left.
+    """
+    end_at = time.monotonic() + seconds
     rounds, pids = list[Round](), set[int]()
     with tempfile.TemporaryDirectory() as folder:
         fleet = Fleet(GROUNDS[name], Path(folder), options)
@@ -286,7 +292,7 @@ def on_ground(name: str, until: int, seed: int, first: int, options: dict[str, A
             horizon = max(time.monotonic() - began, 0.2)
             expected = [chaos.normal(each) for each in plain]
             assert {each["status"] for each in expected} == {"200"}, [each.raw[-300:] for each in plain]
-            while sum(each.faults for each in rounds) < until:
+            while not rounds or (sum(each.faults for each in rounds) < until and time.monotonic() < end_at):
                 rounds.append(_one(fleet, name, first + len(rounds), seed, (asked, expected, horizon)))
                 print(_line(rounds[-1]), flush=True)
                 pids |= {pid for child in fleet.children for pid in (child.pid, *engines_of(child.pid))}
@@ -298,16 +304,20 @@ def on_ground(name: str, until: int, seed: int, first: int, options: dict[str, A
     return rounds, len(left)
 
 
-def run(count: int, seed: int, options: dict[str, Any], *, ground: str | None = None, first: int = 0) -> None:
+def run(
+    count: int, seed: int, options: dict[str, Any], *, ground: str | None = None, first: int = 0, seconds: float
+) -> None:
     """Commit ``count`` faults over all grounds, or on one, from round ``first`` on, and save the figures.
 
-    A run with the seed of the record adds to it. Exit with 1 if anything is wrong.
+    They end after about ``seconds``. A run with the seed of the record adds to it. Exit with 1 if anything is wrong.
     """
     names = list(GROUNDS) if ground is None else [ground]
     figures = _record(seed)
     for name in names:
         begun = first or figures["rounds"].get(name, 0)
-        rounds, left = on_ground(name, -(-count // len(names)), seed, begun, options)
+        rounds, left = on_ground(
+            name, -(-count // len(names)), seed, begun, options=options, seconds=seconds / len(names)
+        )
         figures = _added(figures, name, rounds, left)
         print(save("chaos_faults", figures))
     print({name: value for name, value in figures.items() if name not in ("cells", "failed")})
