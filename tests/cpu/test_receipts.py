@@ -42,9 +42,13 @@ def options(shallow: str) -> dict[str, object]:
 
 
 @pytest.fixture(scope="module")
-def receipts(options: dict[str, object]) -> list[Receipt]:
+def llm(options: dict[str, object]) -> LLM:
+    return LLM(**options)
+
+
+@pytest.fixture(scope="module")
+def receipts(llm: LLM) -> list[Receipt]:
     """Return the receipts of all choices of an engine that runs requests together."""
-    llm = LLM(**options)
     prompts = [{"prompt_token_ids": [(5 * at + number) % 90 for at in range(20)]} for number in range(len(KINDS))]
     outputs = llm.generate(prompts, KINDS, use_tqdm=False)
     found = [choice.receipt for output in outputs for choice in output.outputs]
@@ -191,14 +195,13 @@ def test_every_answer_may_get_a_receipt_and_none_is_given_where_it_could_not_hol
         llm.generate([{"prompt_token_ids": [1]}], PLAIN, use_tqdm=False)
 
 
-def test_receipts_of_an_update_are_marked(options: dict[str, object]) -> None:
+def test_receipts_of_an_update_are_marked(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """The contract changes while a request runs: its receipt says so, and replaying it is refused."""
-    llm = LLM(**options)
     (state,) = [llm.frontend.prepare([1, 2, 3], PLAIN)]
     llm.frontend.start([state])
     llm.loop.take(0)
     llm.loop.step()
-    llm.frontend.state.contract = replace(llm.frontend.contract, weights="update 1")
+    monkeypatch.setattr(llm.frontend.state, "contract", replace(llm.frontend.contract, weights="update 1"))
     while llm.frontend.busy:
         llm.loop.step()
         llm._receive()
