@@ -203,7 +203,7 @@ def install() -> None:
         now, pause = time.monotonic(), WITNESS.pause
         if not WITNESS.turn:
             WITNESS.first += [now - WITNESS.began[id] for id in delta.started if id in WITNESS.began]
-            WITNESS.steps.append(now)
+            WITNESS.steps += [now] if delta.ids else []
         elif pause is not None and (new := pause.open.intersection(delta.ids)):
             pause.open -= new
             pause.token |= dict.fromkeys(new, now)

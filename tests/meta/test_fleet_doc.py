@@ -44,5 +44,12 @@ def test_the_parts_of_the_pauses_are_those_of_the_record() -> None:
     assert table(pauses) in TEXT
     within = f"In {pauses['within_bound']} of {pauses['kills_with_requests']} kills"
     reading = f"{pauses['read_tokens_p50']:,} tokens in {pauses['read_cpu_p50_s']:.2f} s of the processor"
-    for said in (within, reading, f"{pauses['first_token_p99_s']:.1f} s", f"a step took {pauses['step_s']:.2f} s"):
+    waited = f"Clients waited {pauses['pause_p99_s']:.2f} s"
+    for said in (
+        waited,
+        within,
+        reading,
+        f"{pauses['first_token_p99_s']:.1f} s",
+        f"a step took {pauses['step_s']:.2f} s",
+    ):
         assert said in TEXT, said
