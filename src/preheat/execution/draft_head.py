@@ -30,6 +30,7 @@ from preheat.model.decoder import Tap
 from preheat.model.draft_head import LoadedHead
 from preheat.plan.plan import Plan
 from preheat.schedule.slots import Slots
+from preheat.utils.inference import in_inference_mode
 
 Made = tuple[Packer, Executor]
 
@@ -40,7 +41,7 @@ class HeadExecutor(Executor):
     ``slots`` has the sequences. ``shared`` are the target's adapters, in linear layers that the head uses too.
     """
 
-    @torch.inference_mode()
+    @in_inference_mode
     def __init__(
         self,
         *parts: Any,

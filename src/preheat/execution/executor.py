@@ -41,6 +41,7 @@ from preheat.plan.buckets import Bucket
 from preheat.plan.programs import Part, Program
 from preheat.schedule.adapters import Loads
 from preheat.schedule.defrag import swap_parts
+from preheat.utils.inference import in_inference_mode
 
 LogitWatch = Callable[[Tensor, InputBatch], None]
 """Reader of logits: ``watch(logits, batch)`` is called before anything is drawn from them.
@@ -89,7 +90,7 @@ class Executor:
     goes_on = True
     """Whether a step may go on after :meth:`launch` returns, where the backend's functions can start one."""
 
-    @torch.inference_mode()  # all tensors of a step too: compiled regions would tell them apart
+    @in_inference_mode  # all tensors of a step too: compiled regions would tell them apart
     def __init__(
         self,
         backend: Backend,
@@ -152,7 +153,7 @@ class Executor:
         """Run a step and wait for it."""
         return self.launch(batch).result()
 
-    @torch.inference_mode()  # embeddings with a scale or positions are torch's, in static buffers
+    @in_inference_mode  # embeddings with a scale or positions are torch's, in static buffers
     def launch(self, batch: InputBatch) -> LaunchedStep:
         """Start a step behind all work started before.
 
@@ -187,7 +188,7 @@ class Executor:
             self._states = Attended(attended, residual)
         return attended is not None
 
-    @torch.inference_mode()
+    @in_inference_mode
     def _finish(self, batch: InputBatch) -> LaunchedStep:
         """Wait for the logits of a started step, and draw."""
         self._wait()
@@ -201,7 +202,7 @@ class Executor:
         if self.decoder.functions is not None:
             self.decoder.functions.wait()
 
-    @torch.inference_mode()
+    @in_inference_mode
     def begin(self, batch: InputBatch) -> None:
         """Start a step up to its logits.
 
@@ -209,7 +210,7 @@ class Executor:
         """
         self._run(batch)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def complete(self, batch: InputBatch) -> LaunchedStep:
         """Start the rest of the step that began last."""
         return self._draw(batch)
@@ -221,7 +222,7 @@ class Executor:
         """
         return self.sampler.masks(turn)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def forward(self, batch: InputBatch, *, eager: bool = False) -> Attended:
         """Run a step's tokens and return their states.
 
@@ -230,7 +231,7 @@ class Executor:
         self._run(batch, eager=eager)
         return self._states.map(lambda states: states[: batch.bucket.tokens])
 
-    @torch.inference_mode()
+    @in_inference_mode
     def finish(self, attended: Attended, batch: InputBatch) -> StepResult:
         """Return the result of ``batch`` from the states of its tokens."""
         self._send(batch)
@@ -240,7 +241,7 @@ class Executor:
                 static[: len(given)].copy_(given)
         return self._draw(batch).result()
 
-    @torch.inference_mode()
+    @in_inference_mode
     def logits(self, batch: InputBatch, *, eager: bool = False, tap: Tap | None = None) -> Tensor:
         """Return fp32 [sampling rows, vocab] of a step, a new tensor.
 
@@ -263,7 +264,7 @@ class Executor:
         kept = self._logits[:0] if logits is None else logits[: len(batch.sampled_rows)]
         return kept.to(torch.float32, copy=True)  # logits may be a static buffer; the next step overwrites it
 
-    @torch.inference_mode()
+    @in_inference_mode
     def draw(
         self, logits: Tensor, sampling: SamplingInput, slots: np.ndarray, *, turn: int | None = None
     ) -> np.ndarray:
@@ -273,7 +274,7 @@ class Executor:
         """
         return self.draw_with_logprobs(logits, sampling, slots, np.empty(0, np.int64), turn=turn)[0]
 
-    @torch.inference_mode()
+    @in_inference_mode
     def draw_with_logprobs(
         self,
         logits: Tensor,
@@ -296,26 +297,26 @@ class Executor:
         self.sampler.fetch(turn, tokens=True, reports=reports)
         return self.sampler.read(turn, len(logits), reporting, np.zeros(len(reporting), np.int64))
 
-    @torch.inference_mode()
+    @in_inference_mode
     def load_adapters(self, loads: Loads) -> None:
         """Start the copies that load adapters into slots, between two steps."""
         assert self.adapters is not None, "there are no adapter slots"
         for slot, adapter in loads:
             self.adapters.load(slot, adapter.packed)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def clear_adapter(self, slot: int) -> None:
         """Empty adapter slot ``slot``: nothing is added to its rows any more."""
         assert self.adapters is not None, "there are no adapter slots"
         self.adapters.clear(slot)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def encode(self, images: Sequence[tuple[int, Image]]) -> None:
         """Encode ``images``, each to its place among the embeddings."""
         assert self.encoder is not None, "the model sees no images"
         self.encoder.encode(self.buffers.turn()[0], images)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def swap(self, swaps: Swaps) -> None:
         """Swap the contents of blocks; where programs are graphs, padded to the size of one program."""
         for part in swap_parts(swaps.pairs, swaps.size, padded=self.backend.facts.captures):
@@ -323,7 +324,7 @@ class Executor:
             for cache in (self.cache, *self.other_caches):
                 cache.swap(pairs)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def fill_block(self, block: int, byte: int) -> None:
         """Overwrite all bytes of a block.
 
@@ -332,7 +333,7 @@ class Executor:
         for cache in (self.cache, *self.other_caches):
             cache.data[:, block].view(torch.uint8).fill_(byte)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def fill_values(self, layers: Sequence[int], block: int, place: int) -> None:
         """Overwrite the cached values of a token in ``layers``.
 
@@ -343,7 +344,7 @@ class Executor:
             values = self.cache.layers[layer][block, -1, :, place]
             values.copy_(torch.full(values.shape, great))
 
-    @torch.inference_mode()
+    @in_inference_mode
     def compile(self, programs: Iterable[Program[Any]], threads: int) -> None:
         """Build the kernels of ``programs``, many at a time."""
         building = self.backend.compiling(threads)
@@ -375,7 +376,7 @@ class Executor:
             return function
         return self.decoder.functions.build(function, layer)
 
-    @torch.inference_mode()
+    @in_inference_mode
     def prepare(self, batch: InputBatch) -> None:
         """Run one layer of each kind of a step, and draw.
 
@@ -394,7 +395,7 @@ class Executor:
         """Whether graphs run ``program``."""
         return all(part in self.forwards for part in self._parts_of(program))
 
-    @torch.inference_mode()
+    @in_inference_mode
     def capture(self, program: Program[Any]) -> None:
         """Capture ``program`` as graphs, if there are none.
 

@@ -22,6 +22,7 @@ from preheat.backends.base.backend import Backend
 from preheat.core import Transfer
 from preheat.errors import EngineDead, SettingsError
 from preheat.execution.kv_cache import BlockCache
+from preheat.utils.inference import in_inference_mode
 from preheat.utils.memory import free_memory
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class HostBlocks:
             for blocks in self._blocks
         ]
 
-    @torch.inference_mode()
+    @in_inference_mode
     def copy(self, transfer: Transfer, block: int, place: int) -> None:
         """Copy ``block`` to a place, or back, behind the steps before it and before later ones."""
         for blocks, kept in zip(self._blocks, self.kept, strict=True):
