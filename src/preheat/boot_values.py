@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import torch
+
 from preheat.backends.base.backend import Backend
 from preheat.backends.base.facts import Mode
 from preheat.engine.loop import EngineSide, Loop
@@ -99,6 +101,8 @@ class Parts(NamedTuple):
             adapters=self.adapters, overlap=device.overlap, **more,
         )  # fmt: skip
         goes_on = any(device.backend.facts.functions) and not self.packer.plan.limits.pools
+        loop.context = torch.inference_mode
+        loop.context = torch.inference_mode
         loop.delivers_late = goes_on and self.scheduler.drafting is None
         return loop
 

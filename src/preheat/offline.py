@@ -439,14 +439,14 @@ class OfflineClient:
 
     def _wait(self, states: Sequence[RequestState], use_tqdm: UseTqdm) -> None:
         """Step until all requests have ended. Raises the error of the first of ``states`` that failed."""
-        from preheat.utils.inference import in_inference_mode  # not above: this module loads no torch
-
         with _bar(use_tqdm, len(states), "Generating") as bar:
             for state in states:
                 state.on_change = bar.update
             bar.update(sum(state.finished for state in states))
             try:
-                in_inference_mode(self._advance_all)()
+                with self._loop.context():
+                    while self.frontend.busy:
+                        self.advance()
             except BaseException:  # interrupted: leave nothing of this call behind
                 for state in states:
                     self.frontend.abort(state)
@@ -521,10 +521,6 @@ class OfflineClient:
         self._loop.take(0)
         self._loop.step()
         self._receive()
-
-    def _advance_all(self) -> None:
-        while self.frontend.busy:
-            self.advance()
 
     def finish(self) -> None:
         """Let the engine end canceled requests when nothing else runs."""

@@ -358,9 +358,7 @@ def run_engine(settings: Settings, address: str) -> None:
         loop = boot_engine(settings, transport, before_ready)
         loop.executor.on_death(transport.report_death)
         transport.start_heartbeat(lambda: loop.launch_timer.running() < settings.engine_heartbeat_timeout_s)
-        from preheat.utils.inference import in_inference_mode
-
-        in_inference_mode(loop.run)()
+        loop.run()
     except BaseException as error:
         transport.put(Died(WireError.of(error)))
         if loop is not None:

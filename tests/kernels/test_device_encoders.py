@@ -15,14 +15,14 @@ from tests.encoders import save_encoder
 from tests.kernels.backend import InterpretedCuda, boot_on
 
 SIZES: dict[str, Any] = {
-    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 2,
+    "vocab_size": 99, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2,
     "max_position_embeddings": 90,
 }  # fmt: skip
 FAMILIES: dict[str, dict[str, Any]] = {
     "Bert": SIZES,
     "NomicBert": {**SIZES, "head_dim": 16},
-    "ModernBert": {**SIZES, "local_attention": 8, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
-                   "cls_token_id": 1, "sep_token_id": 2, "global_attn_every_n_layers": 2},
+    "ModernBert": {**SIZES, "num_hidden_layers": 2, "local_attention": 8, "global_attn_every_n_layers": 2,
+                   "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
 }  # fmt: skip
 OPTIONS: dict[str, Any] = {
     "dtype": "float32", "skip_tokenizer_init": True, "enforce_eager": True, "max_num_seqs": 3, "block_size": 16,

@@ -21,6 +21,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from copy import copy
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
@@ -157,6 +158,8 @@ class Loop:
         self.audit: Audit | None = None
         self._audits_reported = 0
         self.delivers_late = False
+        self.context: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Entered around all steps of a run, so that no step has to."""
 
     @property
     def idle(self) -> bool:
@@ -165,11 +168,12 @@ class Loop:
 
     def run(self) -> None:
         """Step until drained; wait in the transport while there is nothing to run."""
-        while not (self.draining and self.idle):
-            self.take(self._patience())
-            while self.overlap and (spare := self.launch_timer.spare()) >= TICK:
-                self.take(spare)
-            self.step()
+        with self.context():
+            while not (self.draining and self.idle):
+                self.take(self._patience())
+                while self.overlap and (spare := self.launch_timer.spare()) >= TICK:
+                    self.take(spare)
+                self.step()
 
     def _patience(self) -> float | None:
         """Return the seconds to wait for messages while no step can run.

@@ -23,6 +23,7 @@ from preheat.backends.base.attention import StepInputs
 from preheat.execution.draft_model import DraftModel
 from preheat.execution.executor import Executor
 from preheat.execution.features import Features, Places, places, token_places
+from preheat.execution.inference import in_inference_mode
 from preheat.execution.input_batch import InputBatch, Packer
 from preheat.execution.kv_cache import FeatureCache
 from preheat.model.adapters import ModelAdapterSlots
@@ -30,7 +31,6 @@ from preheat.model.decoder import Tap
 from preheat.model.draft_head import LoadedHead
 from preheat.plan.plan import Plan
 from preheat.schedule.slots import Slots
-from preheat.utils.inference import in_inference_mode
 
 Made = tuple[Packer, Executor]
 

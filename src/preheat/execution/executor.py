@@ -29,6 +29,7 @@ from preheat.execution.buffers import StepBuffers
 from preheat.execution.encoder import Encoder
 from preheat.execution.features import Features
 from preheat.execution.grid_encoder import GridEncoder
+from preheat.execution.inference import in_inference_mode
 from preheat.execution.input_batch import InputBatch
 from preheat.execution.kv_cache import BlockCache, KVCache
 from preheat.execution.pooler import Pooler
@@ -41,7 +42,6 @@ from preheat.plan.buckets import Bucket
 from preheat.plan.programs import Part, Program
 from preheat.schedule.adapters import Loads
 from preheat.schedule.defrag import swap_parts
-from preheat.utils.inference import in_inference_mode
 
 LogitWatch = Callable[[Tensor, InputBatch], None]
 """Reader of logits: ``watch(logits, batch)`` is called before anything is drawn from them.

@@ -21,8 +21,8 @@ import torch
 from preheat.backends.base.backend import Backend
 from preheat.core import Transfer
 from preheat.errors import EngineDead, SettingsError
+from preheat.execution.inference import in_inference_mode
 from preheat.execution.kv_cache import BlockCache
-from preheat.utils.inference import in_inference_mode
 from preheat.utils.memory import free_memory
 
 logger = logging.getLogger(__name__)

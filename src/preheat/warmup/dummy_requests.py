@@ -9,7 +9,7 @@ so that the real one's ids, seeds and metrics are untouched.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from typing import Any
 
 import msgspec
@@ -144,6 +144,7 @@ class EchoLoop:
         self._token = tokenizer.encode("a", add_special_tokens=False)[-1] if tokenizer.speaks else 0
         self._new: list[Request] = []
         self._ending: list[Request] = []
+        self.context = nullcontext
 
     def take(self, timeout: float | None) -> None:
         self._new += [message for message in self._transport.take(timeout) if isinstance(message, Request)]
