@@ -116,6 +116,21 @@ class Pipe:
                 self.stream.write("x" * 99 + "\n")
             time.sleep(0.02)  # the thread fills the pipe meanwhile
 
+    def read_rest(self) -> bytes:
+        """Read until the stream holds nothing, for ten seconds at most.
+
+        No read waits: the stream may hold bytes in its books that it has written.
+        """
+        os.set_blocking(self.reading, False)
+        found, end = bytearray(), time.monotonic() + 10
+        while self.stream._held and time.monotonic() < end:
+            try:
+                found += os.read(self.reading, 1 << 16)
+            except BlockingIOError:
+                time.sleep(0.005)
+        os.set_blocking(self.reading, True)
+        return bytes(found)
+
 
 @pytest.fixture
 def pipe() -> Iterator[Callable[[int], Pipe]]:
@@ -127,13 +142,7 @@ def pipe() -> Iterator[Callable[[int], Pipe]]:
 
     yield make
     for each in made:
-        os.set_blocking(each.reading, False)
-        end = time.monotonic() + 10
-        while each.stream._held and time.monotonic() < end:
-            try:
-                os.read(each.reading, 1 << 16)
-            except BlockingIOError:
-                time.sleep(0.005)
+        each.read_rest()
         os.close(each.reading)
         each.file.close()
 
@@ -158,12 +167,10 @@ def test_writers_never_wait_and_dropped_lines_are_counted(pipe):
     for _ in range(41):
         it.stream.write("lost" * 50 + "\n")
     assert not it.stream.drain(0.05)  # a deadline, not more
-    read = bytearray()
-    while it.stream._held:
-        read += os.read(it.reading, 1 << 16)
+    read = it.read_rest()
     it.stream.write("back\n")
     assert it.stream.drain(10)
-    lines = (bytes(read) + os.read(it.reading, 1 << 16)).decode().splitlines()
+    lines = (read + os.read(it.reading, 1 << 16)).decode().splitlines()
     told = [line for line in lines if "lines were dropped here: standard error was not read" in line]
     assert set(lines) == {"x" * 99, "back", *told} and lines[-1] == "back"
     assert sum(int(line.split()[1]) for line in told) > 1000 + 41
