@@ -102,7 +102,6 @@ class Parts(NamedTuple):
         )  # fmt: skip
         goes_on = any(device.backend.facts.functions) and not self.packer.plan.limits.pools
         loop.context = torch.inference_mode
-        loop.context = torch.inference_mode
         loop.delivers_late = goes_on and self.scheduler.drafting is None
         return loop
 

@@ -18,7 +18,7 @@ from starlette.types import Message
 from preheat.core import SamplingParams, TokenLogprobs
 from preheat.frontend.request_state import FREED_AT_ONCE, Choice, OutputDelta, RequestState
 from preheat.server import turns as module
-from preheat.server.stream import PIECE_BYTES, send_pieces
+from preheat.server.stream import PIECE_BYTES, send_pieces, tokens_at_once
 from preheat.server.turns import (
     INLINE_BYTES,
     INLINE_CHARS,
@@ -204,6 +204,13 @@ def test_a_slow_client_gets_bounded_parts_of_an_answer(most: int | None) -> None
     assert "".join(part.text for part in parts) == "".join(choice.parts) and choice.parts[-1] == "end"
     assert ends == [None] * (len(parts) - 1) + ["length"]
     assert max(len(part.token_ids) for part in parts) <= (most or 50) and (len(parts) == 1) == (most in (2_000, None))
+
+
+@pytest.mark.parametrize("alternatives", [0, 1, 20, 1_998, 1_999, 2_000, 4_096, 300_000])
+def test_an_event_has_a_token_whatever_its_alternatives(alternatives: int) -> None:
+    """An event of no token would come again and again."""
+    tokens = tokens_at_once(alternatives)
+    assert tokens >= 1 and (tokens == 1 or tokens * (1 + alternatives) <= INLINE_VALUES)
 
 
 def test_steps_let_others_run_between_slices() -> None:

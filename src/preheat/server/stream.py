@@ -56,6 +56,11 @@ async def _chosen(pending: list[_Numbered], wanted: Callable[[Choice], object]) 
     return [each for part in found for each in part]
 
 
+def tokens_at_once(alternatives: int) -> int:
+    """Return the most tokens of an event, each with so many ``alternatives``: one at least, or no stream would end."""
+    return max(1, INLINE_VALUES // (1 + alternatives))
+
+
 def event_of(message: Struct | dict[str, Any]) -> bytes:
     """Encode one server-sent event."""
     return b"data: %b\n\n" % encode(message)
@@ -129,8 +134,8 @@ class Writer(WholeWriter):
     def __init__(self, request: Request, states: Sequence[RequestState], stream: bool) -> None:
         super().__init__(request, states)
         self._stream, self.interval = stream, self._service.settings.stream_interval
-        values = 1 + max((state.params.logprobs or 0 for state in states), default=0)
-        self._most = INLINE_VALUES // values if stream else None
+        alternatives = max((state.params.logprobs or 0 for state in states), default=0)
+        self._most = tokens_at_once(alternatives) if stream else None
         for state in states:
             state.stream = stream
 
