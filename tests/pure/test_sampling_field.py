@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -42,10 +43,10 @@ print(json.dumps({
 def with_row(folder: Path, row: str) -> subprocess.CompletedProcess[str]:
     """Ask for the toy field where ``row`` is in the table; all other modules are the package's own."""
     (own,) = preheat.__path__
-    source = (Path(own) / "core.py").read_text()
+    source = (Path(own) / "core" / "sampling.py").read_text()
     assert source.count(BEFORE) == 1
-    (folder / "preheat").mkdir()
-    (folder / "preheat" / "core.py").write_text(source.replace(BEFORE, row + BEFORE))
+    shutil.copytree(Path(own) / "core", folder / "preheat" / "core", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "preheat" / "core" / "sampling.py").write_text(source.replace(BEFORE, row + BEFORE))
     (folder / "preheat" / "__init__.py").write_text(f"__path__.append({own!r})\n__version__ = ''\n")
     command = [sys.executable, "-I", "-c", f"import sys; sys.path.insert(0, {str(folder)!r})\n{ASKED}"]
     return subprocess.run(command, capture_output=True, text=True, check=False)
