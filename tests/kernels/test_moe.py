@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
+from preheat.backends.base.layers import ExpertsWeights, LayerContext
+from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.matmul.config import ExpertsConfig, Tile
 from preheat.backends.cuda.matmul.weights import PlainWeight
 from preheat.backends.cuda.moe import experts_forward
 from preheat.backends.cuda.moe_route import Arrangement, Scales, arrange, most_blocks
 from preheat.model.update import reset_state
+from preheat.ops.kinds import Scheme
 from preheat.ops.moe import route, routed
 from preheat.ops.proof import noise
+from preheat.ops.quantization import QuantizedWeight, empty_weight, quantize_weight
 from preheat.ops.values import Routing
 from tests import layers
 from tests.kernels.backend import InterpretedCuda
+from tests.kernels.ranks import on_ranks
 
 PLAIN = Tile(16, 16, 16, 1, 2)
 HIDDEN, INNER = 40, 24
@@ -174,3 +181,48 @@ def test_counters_are_reset_after_their_memory_was_lost():
     counts.fill_(3)
     reset_state([experts])
     assert torch.equal(experts(x, logits), right) and not counts.any()
+
+
+INT4 = Scheme(code="int4", scales="group", group=16)
+
+
+def packed(numbers: Tensor) -> QuantizedWeight:
+    """Return the matrices of experts in 4 bits."""
+    out = empty_weight(INT4, *numbers.shape, dtype=numbers.dtype, device=numbers.device)
+    for expert, each in enumerate(numbers):
+        quantize_weight(each, out.part(expert))
+    return out
+
+
+def dealt(world: int, tokens: int, *, int4: bool = False, turned: int = 0) -> list[Tensor]:
+    """Return the outputs of 8 experts on each of ``world`` ranks; ``turned``: ranks have experts of later ranks."""
+    inner, hidden, experts, routing = 32, 64, 8, Routing(3, True, False)
+    x, logits = noise(tokens, hidden, seed=1).bfloat16(), noise(tokens, experts, seed=2).bfloat16()
+    gate_up = noise(experts, 2 * inner * hidden, seed=3).view(experts, 2 * inner, hidden).bfloat16()
+    down = noise(experts, hidden * inner, seed=4).view(experts, hidden, inner).bfloat16()
+    each = experts // world
+
+    def layer(ranks: RankSums) -> Tensor:
+        first = (ranks.rank + turned) % world * each
+        matrices = [matrix[first : first + each].contiguous() for matrix in (gate_up, down)]
+        stored = [packed(matrix) if int4 else matrix for matrix in matrices]
+        value = layers.experts_value(*stored, routing)
+        own = (ranks.rank * each, (ranks.rank + 1) * each)
+        made = InterpretedCuda().experts(replace(value, own=own), ExpertsWeights(*stored), LayerContext(ranks))
+        found = made(x, logits)
+        assert not any(each.any() for each in made.state())  # the next step begins with zeros
+        return found
+
+    return on_ranks(world, layer)
+
+
+@pytest.mark.parametrize("tokens", [1, 37])
+@pytest.mark.parametrize("int4", [False, True])
+def test_experts_dealt_to_ranks_have_the_bits_of_one_rank(tokens, int4):
+    (right,) = dealt(1, tokens, int4=int4)
+    for world in (2, 4):
+        assert all(torch.equal(found, right) for found in dealt(world, tokens, int4=int4))
+
+
+def test_a_rank_with_the_experts_of_another_is_seen():
+    assert not torch.equal(dealt(2, 37, turned=1)[0], dealt(1, 37)[0])

@@ -37,7 +37,7 @@ from preheat.backends.cuda.matmul.gemm import experts_product, experts_splits
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.layer import stored
 from preheat.backends.cuda.matmul.weights import DeviceWeight, PlainWeight, Weight
-from preheat.backends.cuda.moe_route import NO_SCALES, Arrangement, Scales, arrange, combine, spread
+from preheat.backends.cuda.moe_route import NO_SCALES, Arrangement, Scales, arrange, by_slots, combine, spread
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_parts, silu_and_quantize
 from preheat.ops.kinds import Activation
@@ -78,18 +78,25 @@ def experts_forward(
     and before rows are weighted. Experts with an activation ``between`` their layers have no terms.
     """
     arrangement = arrange(logits, routing, config.block, counts, scales)
+    return combine(experts_rows(config, x, gate_up, down, arrangement, adding, between), arrangement)
+
+
+def experts_rows(
+    config: ExpertsConfig, x: Rows, gate_up: Weight, down: Weight, arrangement: Arrangement,
+    adding: Adding | None = None, between: Apart | None = None,
+) -> Tensor:  # fmt: skip
+    """Return the outputs [arranged rows, hidden] of each expert, see :func:`experts_forward`."""
     if between is not None:
         y = experts_layer(config.gate_up, x, gate_up, arrangement, gated=False, gathered=True, bias=between.gate_up)
         inner = activate(y, between.activation)
-        made = experts_layer(config.down, inner, down, arrangement, gated=False, bias=between.down)
-        return combine(made, arrangement)
+        return experts_layer(config.down, inner, down, arrangement, gated=False, bias=between.down)
     if adding is None:
         inner = experts_layer(config.gate_up, x, gate_up, arrangement, gated=True)
-        return combine(experts_layer(config.down, inner, down, arrangement, gated=False), arrangement)
+        return experts_layer(config.down, inner, down, arrangement, gated=False)
     y = experts_layer(config.gate_up, x, gate_up, arrangement, gated=False, gathered=True)
     rows = activated(adding(y, plain_rows(x), arrangement, True), down)
     z = experts_layer(config.down, rows, down, arrangement, gated=False)
-    return combine(adding(z, plain_rows(rows), arrangement, False), arrangement)
+    return adding(z, plain_rows(rows), arrangement, False)
 
 
 def activated(gate_up: Tensor, down: Weight) -> Rows:
@@ -126,6 +133,9 @@ class ExpertsLayer:
     splits are added in their tree, then the ranks. Plain weights are cut: each split has a part of every expert's inner
     numbers, their rows of gate and up and their columns of down. Of quantized experts only the columns of down are cut:
     the gates and ups of a rank are one product, because a row has one scale for all its inner numbers.
+
+    Or ranks have whole experts. Then each rank computes the slots of its own experts, gives them to all ranks, and adds
+    a token's experts in slot order: the bits of experts that no ranks share.
     """
 
     def __init__(
@@ -152,7 +162,9 @@ class ExpertsLayer:
             halves = gate_up.tensor.view(experts, 2, -1, gate_up.shape[2]).chunk(order.own_k_splits, 2)
             self._gate_up = [PlainWeight(half.reshape(experts, -1, gate_up.shape[2]).contiguous()) for half in halves]
             self._down = [PlainWeight(part.contiguous()) for part in down.tensor.chunk(order.own_k_splits, 2)]
-        self._counts = torch.zeros(self.shape.num_experts, dtype=torch.int32, device=device)
+        self._own = value.own if self._ranks.world > 1 else None
+        experts = self.shape.num_experts * (self._ranks.world if self._own else 1)
+        self._counts = torch.zeros(experts, dtype=torch.int32, device=device)
         self._spare = [torch.zeros_like(self._counts)] * spare  # of all splits but the last
         self.slots: RoutedFactors | None = None
         if value.down.terms:
@@ -183,6 +195,8 @@ class ExpertsLayer:
         """
         config = self.configs.experts(self.shape, len(x))
         blocks = None if self.slots is None else self._rows.blocks
+        if self._own is not None:
+            return self._dealt(config, x, logits, self._own)
         if not self._split:
             return self.by(config, x, logits, apart=blocks is not None)
         if blocks is not None:
@@ -210,14 +224,26 @@ class ExpertsLayer:
         ``apart`` as for :meth:`local`.
         """
         weights = self._gate_up[0], self._down[0]
-        biased = self._between is not None and self._between.gate_up is not None
-        if biased and config.gate_up.kind == "wide":
-            config = _TILES  # the kernel for many rows adds no bias
+        counts = self._counts[: self.shape.num_experts]
         with self._counting():
             adding = self._added if apart else None
             return experts_forward(
-                config, x, logits, *weights, self.value.routing, self._counts, adding, self._between, self._scales
-            )
+                self._with_biases(config), x, logits, *weights, self.value.routing, counts, adding, self._between,
+                self._scales,
+            )  # fmt: skip
+
+    def _with_biases(self, config: ExpertsConfig) -> ExpertsConfig:
+        """Return ``config``, or tiles if there are biases: the kernel for many rows adds none."""
+        biased = self._between is not None and self._between.gate_up is not None
+        return _TILES if biased and config.gate_up.kind == "wide" else config
+
+    def _dealt(self, config: ExpertsConfig, x: Rows, logits: Tensor, own: tuple[int, int]) -> Tensor:
+        """Return the outputs of experts that are dealt to ranks; this one has the numbers ``own``."""
+        config = self._with_biases(config)
+        with self._counting():
+            arrangement = arrange(logits, self.value.routing, config.block, self._counts, self._scales, own)
+            rows = experts_rows(config, x, self._gate_up[0], self._down[0], arrangement, between=self._between)
+            return combine(self._ranks.gather(by_slots(rows, arrangement)), arrangement)
 
     def _added(self, y: Tensor, x: Tensor, arrangement: Arrangement, first: bool) -> Tensor:
         blocks, slots = self._rows.blocks, cast(RoutedFactors, self.slots)

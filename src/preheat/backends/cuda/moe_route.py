@@ -32,6 +32,10 @@ class Arrangement(NamedTuple):
     ``experts`` int32 [blocks]: the expert of each block. ``starts`` int32 [experts + 1]: each expert's first block,
     then the number of blocks; ``counts`` int32 [experts]: its rows. ``weights`` fp32 [slots]. With ``block`` one,
     ``places`` and ``tokens`` are not needed, and ``starts`` and ``counts`` undefined.
+
+    ``own``: the rank has the experts [from, to) of all. Slots of other experts have no place. ``experts`` and
+    ``starts`` are then of the own experts alone, numbered from 0; with ``block`` one ``experts`` are of all. ``chosen``
+    int32 [slots] are the numbers of all experts, and ``counts`` are of all.
     """
 
     block: int
@@ -41,6 +45,13 @@ class Arrangement(NamedTuple):
     starts: Tensor
     counts: Tensor
     weights: Tensor
+    chosen: Tensor
+    own: tuple[int, int] | None = None
+
+    @property
+    def rows_of_experts(self) -> Tensor:
+        """Return the numbers of rows of the experts in ``starts``: int32 [experts]."""
+        return self.counts if self.own is None else self.counts[slice(*self.own)]
 
     @property
     def rows(self) -> int:
@@ -91,9 +102,13 @@ def _route(
 @triton.jit
 def _arrange(
     chosen, ranks, counts, places, tokens, experts, starts, slots, blocks, K: tl.constexpr, BLOCK: tl.constexpr,
-    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, overlap: tl.constexpr,
+    EXPERTS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, dealt: tl.constexpr, FIRST: tl.constexpr,
+    overlap: tl.constexpr,
 ):  # fmt: skip
-    """Place ``SLOTS`` slots and as many blocks a program; every program adds up the counts for itself."""
+    """Place ``SLOTS`` slots and as many blocks a program; every program adds up the counts for itself.
+
+    ``dealt``: slots of experts outside of [FIRST, FIRST + EXPERTS) get no place.
+    """
     begin(overlap)
     at = tl.arange(0, WIDTH)
     rows = tl.load(counts + at, mask=at < EXPERTS, other=0)
@@ -103,6 +118,10 @@ def _arrange(
 
     inside = here < slots
     expert = tl.load(chosen + here, mask=inside, other=0)
+    if dealt:
+        expert -= FIRST
+        inside &= (expert >= 0) & (expert < EXPERTS)
+        expert = tl.where(inside, expert, 0)
     first = tl.gather(ends - sizes, expert, 0)
     place = first * BLOCK + tl.load(ranks + here, mask=inside, other=0)
     tl.store(places + here, place, mask=inside)
@@ -131,14 +150,19 @@ class Scales(NamedTuple):
 NO_SCALES = Scales()
 
 
-def arrange(logits: Tensor, routing: Routing, block: int, counts: Tensor, scales: Scales = NO_SCALES) -> Arrangement:
+def arrange(
+    logits: Tensor, routing: Routing, block: int, counts: Tensor, scales: Scales = NO_SCALES,
+    own: tuple[int, int] | None = None,
+) -> Arrangement:  # fmt: skip
     """Return the arrangement of the experts chosen by ``logits`` [tokens, experts].
 
-    Blocks have ``block`` rows. ``counts`` int32 [experts] are zeros; :func:`combine` makes them zeros again.
+    Blocks have ``block`` rows. ``counts`` int32 [experts] are zeros; :func:`combine` makes them zeros again. ``own``:
+    only the experts [from, to) get rows.
     """
     tokens, num_experts = logits.shape
     slots = tokens * routing.top_k
-    blocks = most_blocks(slots, num_experts, block)
+    first, last = own or (0, num_experts)
+    blocks = most_blocks(slots, last - first, block)
 
     def ints(count: int) -> Tensor:
         return torch.empty(count, dtype=torch.int32, device=logits.device)
@@ -156,23 +180,26 @@ def arrange(logits: Tensor, routing: Routing, block: int, counts: Tensor, scales
     else:
         route_by_scores(logits, routing, *scales, (chosen, weights, ranks, counts), count=block > 1)
     if block == 1:
-        return Arrangement(1, chosen, chosen, chosen, chosen, counts, weights)
+        return Arrangement(1, chosen, chosen, chosen, chosen, counts, weights, chosen, own)
     made = Arrangement(
         block, ints(slots), ints(blocks * block), ints(blocks),
-        ints(num_experts + 1), counts, weights,
+        ints(last - first + 1), counts, weights, chosen, own,
     )  # fmt: skip
     at_once = min(SLOTS, max(triton.next_power_of_2(slots), 16))
     _arrange[(triton.cdiv(max(slots, blocks), at_once),)](
-        chosen, ranks, counts, made.places, made.tokens, made.experts, made.starts, slots, blocks, K=routing.top_k,
-        BLOCK=block, EXPERTS=num_experts, WIDTH=triton.next_power_of_2(num_experts), SLOTS=at_once,
-        **options(num_warps=4, num_stages=1),
+        chosen, ranks, made.rows_of_experts, made.places, made.tokens, made.experts, made.starts, slots, blocks,
+        K=routing.top_k, BLOCK=block, EXPERTS=last - first, WIDTH=triton.next_power_of_2(last - first), SLOTS=at_once,
+        dealt=own is not None, FIRST=first, **options(num_warps=4, num_stages=1),
     )  # fmt: skip
     return made
 
 
 @triton.jit
-def _spread(x, places, out, size, K: tl.constexpr, WIDTH: tl.constexpr, overlap: tl.constexpr):
-    """Copy one token's row a program to the places of all its slots."""
+def _spread(
+    x, places, chosen, out, size, K: tl.constexpr, WIDTH: tl.constexpr, dealt: tl.constexpr, FIRST: tl.constexpr,
+    EXPERTS: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """Copy one token's row a program to the places of all its slots; ``dealt`` as for :func:`_arrange`."""
     begin(overlap)
     token = tl.program_id(0).to(tl.int64)
     at = tl.arange(0, WIDTH)
@@ -180,7 +207,11 @@ def _spread(x, places, out, size, K: tl.constexpr, WIDTH: tl.constexpr, overlap:
     row = tl.load(x + token * size + at, mask=inside)
     for slot in tl.static_range(K):
         place = tl.load(places + token * K + slot).to(tl.int64)
-        tl.store(out + place * size + at, row, mask=inside)
+        mask = inside
+        if dealt:
+            expert = tl.load(chosen + token * K + slot) - FIRST
+            mask &= (expert >= 0) & (expert < EXPERTS)
+        tl.store(out + place * size + at, row, mask=mask)
 
 
 def spread(x: Tensor, arrangement: Arrangement) -> Tensor:
@@ -190,16 +221,53 @@ def spread(x: Tensor, arrangement: Arrangement) -> Tensor:
     size, width = x.shape[1], triton.next_power_of_2(x.shape[1])
     out = x.new_empty(arrangement.rows, size)
     keywords: dict[str, Any] = options(num_warps=min(max(width // 512, 1), 16), num_stages=1)
-    _spread[(len(x),)](x, arrangement.places, out, size, K=arrangement.top_k, WIDTH=width, **keywords)
+    first, last = arrangement.own or (0, 0)
+    _spread[(len(x),)](
+        x, arrangement.places, arrangement.chosen, out, size, K=arrangement.top_k, WIDTH=width,
+        dealt=arrangement.own is not None, FIRST=first, EXPERTS=last - first, **keywords,
+    )  # fmt: skip
+    return out
+
+
+@triton.jit
+def _take(
+    rows, places, chosen, out, size, FIRST: tl.constexpr, EXPERTS: tl.constexpr, WIDTH: tl.constexpr,
+    overlap: tl.constexpr,
+):  # fmt: skip
+    """Copy the row of one slot a program; nothing for slots of other ranks' experts."""
+    begin(overlap)
+    slot = tl.program_id(0).to(tl.int64)
+    expert = tl.load(chosen + slot) - FIRST
+    if (expert < 0) | (expert >= EXPERTS):
+        return
+    at = tl.arange(0, WIDTH)
+    row = tl.load(rows + tl.load(places + slot).to(tl.int64) * size + at, mask=at < size)
+    tl.store(out + slot * size + at, row, mask=at < size)
+
+
+def by_slots(rows: Tensor, arrangement: Arrangement) -> Tensor:
+    """Return the own experts' ``rows`` [arranged rows, size] as [slots, size]; other slots are undefined."""
+    if arrangement.block == 1:
+        return rows
+    assert arrangement.own is not None
+    slots, (first, last), size = len(arrangement.chosen), arrangement.own, rows.shape[1]
+    out, width = rows.new_empty(slots, size), triton.next_power_of_2(size)
+    _take[(slots,)](
+        rows, arrangement.places, arrangement.chosen, out, size, FIRST=first, EXPERTS=last - first, WIDTH=width,
+        **options(num_warps=min(max(width // 512, 1), 16), num_stages=1),
+    )  # fmt: skip
     return out
 
 
 @triton.jit
 def _combine(
     rows, places, weights, counts, out, size, K: tl.constexpr, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr,
-    WIDTH: tl.constexpr, arranged: tl.constexpr, overlap: tl.constexpr,
+    WIDTH: tl.constexpr, arranged: tl.constexpr, dealt: tl.constexpr, EACH: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Add up one token and ``COLUMNS`` columns a program."""
+    """Add up one token and ``COLUMNS`` columns a program.
+
+    ``dealt``: ``places`` are the chosen experts, and rows of all slots come from each rank, of ``EACH`` experts.
+    """
     begin(overlap)
     token = tl.program_id(0).to(tl.int64)
     at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -208,7 +276,9 @@ def _combine(
     for slot in tl.static_range(K):
         place = token * K + slot
         weight = tl.load(weights + place)
-        if arranged:
+        if dealt:
+            place += tl.load(places + place) // EACH * (tl.num_programs(0).to(tl.int64) * K)
+        elif arranged:
             place = tl.load(places + place).to(tl.int64)
         product = tl.load(rows + place * size + at, mask=inside, other=0.0).to(tl.float32) * weight
         total = product if slot == 0 else total + product
@@ -219,13 +289,18 @@ def _combine(
 
 
 def combine(rows: Tensor, arrangement: Arrangement) -> Tensor:
-    """Return the weighted sum [tokens, size] of the experts' ``rows`` [arranged rows, size], in slot order."""
-    tokens, size = len(arrangement.weights), rows.shape[1]
+    """Return the weighted sum [tokens, size] of the experts' ``rows``, in slot order.
+
+    ``rows`` are [arranged rows, size]. Of experts that are dealt to ranks they are [ranks, slots, size], as
+    :func:`by_slots` gives them: each slot counts from the rank that has its expert.
+    """
+    tokens, size, dealt = len(arrangement.weights), rows.shape[-1], arrangement.own is not None
     out = rows.new_empty(tokens, size)
     columns, experts = min(1024, triton.next_power_of_2(size)), len(arrangement.counts)
     _combine[(tokens, triton.cdiv(size, columns))](
-        rows, arrangement.places, arrangement.weights, arrangement.counts, out, size, K=arrangement.top_k,
-        COLUMNS=columns, EXPERTS=experts, WIDTH=triton.next_power_of_2(experts), arranged=arrangement.block > 1,
+        rows, arrangement.chosen if dealt else arrangement.places, arrangement.weights, arrangement.counts, out, size,
+        K=arrangement.top_k, COLUMNS=columns, EXPERTS=experts, WIDTH=triton.next_power_of_2(experts),
+        arranged=arrangement.block > 1, dealt=dealt, EACH=experts // len(rows) if dealt else 0,
         enable_fp_fusion=False, **options(num_warps=4, num_stages=1),
     )  # fmt: skip
     return out

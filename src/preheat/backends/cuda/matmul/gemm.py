@@ -71,13 +71,16 @@ class RoutedForm(NamedTuple):
     """Constants of experts.
 
     ``gathered``: rows of x are tokens, else they lie as the rows of y. ``arranged``: rows are arranged in blocks, else
-    each slot is a block of one row.
+    each slot is a block of one row. ``dealt``: the experts are those of a rank, ``first`` of all and on. Slots of other
+    experts get no rows.
     """
 
     experts: int
     top_k: int
     gathered: bool
     arranged: bool
+    dealt: bool
+    first: int
 
 
 @triton.jit
@@ -126,6 +129,8 @@ def by_expert(groups, rows, outputs, GROUPS: tl.constexpr, CUT: tl.constexpr):
     else:
         start, rows, below = tile // across, 1, 0
         first = tile % across * CUT.outputs
+        if GROUPS.dealt:
+            expert -= GROUPS.first
     place = start + tl.minimum(below + tl.arange(0, CUT.rows), rows - 1)
     source = place
     if GROUPS.gathered:
@@ -138,6 +143,9 @@ def _programs(groups, outputs, GROUPS: tl.constexpr, CUT: tl.constexpr):
     """Return how many programs have a tile of an expert's rows."""
     if GROUPS.arranged:
         count = tl.load(groups.starts + GROUPS.experts) * tl.cdiv(outputs, CUT.outputs)
+    elif GROUPS.dealt:
+        expert = tl.load(groups.experts + tl.program_id(0) // tl.cdiv(outputs, CUT.outputs)) - GROUPS.first
+        count = tl.where((expert >= 0) & (expert < GROUPS.experts), tl.num_programs(0), 0)
     else:
         count = tl.num_programs(0)
     return count
@@ -320,11 +328,14 @@ def multiply_experts(
     given, w_tiles = OPERANDS[weight.form](tile, x, weight, size), None
     if tile.bulk and weight.form == "plain":
         w_tiles = TensorDescriptor.from_tensor(given.w.view(-1, inputs), [tile.outputs, tile.inputs])
-    where = arrangement.experts, arrangement.starts, arrangement.counts, arrangement.tokens
+    where = arrangement.experts, arrangement.starts, arrangement.rows_of_experts, arrangement.tokens
+    first = arrangement.own[0] if arrangement.own else 0
     gemm[(len(arrangement.experts) * -(-columns // tile.outputs), splits)](
         given.x, given.w, Routed(*where, arrangement.rows * columns), bias, y, None, w_tiles, 0, columns, inputs, size,
         MAP=by_expert, PRODUCT=given.product, SUM=apart, FORM=given.form,
-        GROUPS=RoutedForm(experts, arrangement.top_k, gathered, arrangement.block > 1),
+        GROUPS=RoutedForm(
+            experts, arrangement.top_k, gathered, arrangement.block > 1, arrangement.own is not None, first
+        ),
         CUT=Cut(tile.outputs, tile.rows, given.depth, splits), gated=gated, **given.options,
         **options(num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip
