@@ -8,14 +8,14 @@ from itertools import combinations
 from pathlib import Path
 
 from preheat.backends.registry import FACTS
-from preheat.combinations import ONE_OF, ROWS, RULES, TRAITS, Refused, Row, Works, pairs
 from preheat.settings import OPTIONS
+from preheat.settings.combinations import ONE_OF, ROWS, RULES, TRAITS, Refused, Row, Works, pairs
 
 DOC = Path(__file__).parents[1] / "docs" / "combinations.md"
 
 HEAD = """# Feature combinations
 
-<!-- Written by tools/gen_combinations_doc.py from src/preheat/combinations.py: change it there. -->
+<!-- Written by tools/gen_combinations_doc.py from src/preheat/settings/combinations.py: change it there. -->
 
 Look up whether two features work together, and the reason if they do not. A boot asks this table once, before weights
 are read, and refuses a pair with the names of both features, the reason and the remedy.

@@ -8,7 +8,7 @@ from preheat.utils.options import Option
 
 HEAD = """# Settings
 
-<!-- Written by tools/gen_settings_doc.py from src/preheat/settings.py: change it there. -->
+<!-- Written by tools/gen_settings_doc.py from src/preheat/settings: change it there. -->
 
 Look up every option of `preheat serve`, `preheat generate` and `LLM`. An option can be given in four ways, and the
 first one present wins:

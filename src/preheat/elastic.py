@@ -18,7 +18,6 @@ import torch
 from preheat.backends.base.backend import Backend
 from preheat.backends.base.device import SleepMemory
 from preheat.backends.names import HOST
-from preheat.combinations import check, traits_of
 from preheat.core import Command, EngineState
 from preheat.engine.audit import Audit
 from preheat.errors import CheckFailed, EngineDead, InvalidRequest, NotInvariant, PreheatError, SettingsError
@@ -32,6 +31,7 @@ from preheat.model.sources import GivenTensors, SafetensorsFiles, StoredTensors
 from preheat.model.update import Update, reset_state, tensors_of
 from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
+from preheat.settings.combinations import check, traits_of
 from preheat.utils.contract import Contract
 from preheat.verify.boot import BootCheck
 from preheat.warmup.cold_monitor import ColdMonitor

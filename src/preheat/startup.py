@@ -17,8 +17,6 @@ from typing import TYPE_CHECKING
 
 from preheat.backends.registry import facts_of, wake
 from preheat.backends.support import supports
-from preheat.combinations import check as check_features
-from preheat.combinations import traits_of
 from preheat.core import POOLS, Died, ToEngine
 from preheat.errors import PreheatError, SettingsError, WireError
 from preheat.frontend.adapters import Adapters
@@ -50,6 +48,8 @@ from preheat.plan import commands
 from preheat.plan.modes import check_options, instead, resolve, with_defaults
 from preheat.plan.whole_texts import for_whole_texts
 from preheat.settings import Settings
+from preheat.settings.combinations import check as check_features
+from preheat.settings.combinations import traits_of
 from preheat.transport import EngineTransport, InlineTransport
 from preheat.utils import pycache
 from preheat.utils.caches import cache_root

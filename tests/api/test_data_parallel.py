@@ -23,11 +23,11 @@ from preheat.backends.base.facts import Facts
 from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.backends.cuda.facts import FACTS as CUDA
 from preheat.backends.hpu.facts import FACTS as HPU
-from preheat.combinations import check, traits_of
 from preheat.core import Ready
 from preheat.errors import SettingsError
 from preheat.parallel.share import for_replica
 from preheat.settings import Settings
+from preheat.settings.combinations import check, traits_of
 from preheat.transport import EngineTransport
 from tests.adapters import write_adapter
 from tests.api.conftest import Server, serving

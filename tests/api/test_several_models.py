@@ -19,10 +19,10 @@ import openai
 import pytest
 
 from preheat.cli.main import main
-from preheat.combinations import traits_of
 from preheat.errors import SettingsError
 from preheat.server.models import each_model
 from preheat.settings import Settings
+from preheat.settings.combinations import traits_of
 from tests.adapters import write_adapter
 from tests.api.conftest import Server, serving, write_model
 

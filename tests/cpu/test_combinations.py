@@ -18,10 +18,10 @@ import torch.distributed as dist
 
 from preheat import LLM, BeamSearchParams, LoRARequest, SamplingParams, StructuredOutputsParams
 from preheat.calibration import calibrate
-from preheat.combinations import ROWS, TRAITS, Works, traits_of
 from preheat.model.files import BUNDLED_PATH
 from preheat.schedule import prefix
 from preheat.settings import Settings
+from preheat.settings.combinations import ROWS, TRAITS, Works, traits_of
 from tests.adapters import write_adapter
 from tests.cpu.fake_hpu import FAKES, inserted
 from tests.cpu.quantized import inputs_of, scheme

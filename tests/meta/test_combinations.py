@@ -11,11 +11,11 @@ from itertools import combinations, product
 import pytest
 
 from preheat.backends.registry import FACTS
-from preheat.combinations import ROWS, TRAITS, Refused, Row, Trait, Works, check, pairs
 from preheat.errors import SettingsError
 from preheat.ops.kinds import Scheme
 from preheat.plan.modes import MODES
 from preheat.settings import OPTIONS
+from preheat.settings.combinations import ROWS, TRAITS, Refused, Row, Trait, Works, check, pairs
 from tests.meta.source import ROOT
 from tools import gen_combinations_doc
 from tools.gen_combinations_doc import DOC, render, verdicts

@@ -13,7 +13,7 @@ import pytest
 from tests.meta.source import MODULES, PACKAGE, ROOT, imports, name_of
 
 # Every part may use these, and they may use only each other.
-BASE = {"core", "settings", "combinations", "limits", "cache_groups", "errors", "metrics", "utils", "backends.names"}
+BASE = {"core", "settings", "limits", "cache_groups", "errors", "metrics", "utils", "backends.names"}
 
 # Every part, and the parts that it may import. "backends.base" is a platform in general: the protocol and the facts'
 # type. "backends" are the platforms themselves, from which the boot picks one.

@@ -13,12 +13,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from preheat.backends.hpu.facts import FACTS as HPU
-from preheat.combinations import check, traits_of
 from preheat.core import Schedule, StepResult
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.schedule.adapters import AdapterSlotTable
 from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
+from preheat.settings.combinations import check, traits_of
 from tests.pure.paper import limits, request
 
 

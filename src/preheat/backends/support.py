@@ -80,7 +80,7 @@ def matmuls(value: Value) -> tuple[Matmul, ...]:
 
 
 def _traits(value: Matmul) -> Iterator[str]:
-    """Yield the traits of a layer, see :data:`preheat.combinations.TRAITS`."""
+    """Yield the traits of a layer, see :data:`preheat.settings.combinations.TRAITS`."""
     if value.terms:
         yield "adapters"
     if value.order.tiles or value.order.is_split:

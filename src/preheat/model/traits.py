@@ -1,16 +1,16 @@
 """Traits of a model, and features it lacks.
 
-See :mod:`preheat.combinations`. No torch here.
+See :mod:`preheat.settings.combinations`. No torch here.
 """
 
 from __future__ import annotations
 
 from preheat.backends.base.facts import Facts, Mode
-from preheat.combinations import Lacks, check, traits_of
 from preheat.model.families import read_spec
 from preheat.model.files import find_model, read_config
 from preheat.model.specs import ModelSpec
 from preheat.settings import Settings
+from preheat.settings.combinations import Lacks, check, traits_of
 from preheat.utils.pooling import pooling_of
 
 

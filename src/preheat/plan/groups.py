@@ -8,8 +8,8 @@ from typing import NamedTuple, Protocol
 
 from preheat.backends.base.facts import Facts, Mode
 from preheat.cache_groups import WHOLE, CacheGroup, Entry, cut, room_of
-from preheat.combinations import reason_against, traits_of
 from preheat.settings import Settings
+from preheat.settings.combinations import reason_against, traits_of
 
 
 class Windows(Protocol):

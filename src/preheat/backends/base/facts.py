@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from preheat.combinations import Lacks
+from preheat.settings.combinations import Lacks
 
 Mode = Literal["graphs", "compile", "eager", "lazy", "llvm"]
 
