@@ -27,6 +27,8 @@ from preheat.verify.cache_paths import nearly_equal
 from preheat.verify.check_runner import CheckRunner
 from preheat.verify.drive import Engine
 from preheat.verify.kept_states import KeptStates
+from preheat.verify.prompts import Size
+from preheat.verify.state_paths import any_chunks, any_end
 from preheat.warmup.record import Record
 from tests.cpu.checkpoints import MODELS, save_checkpoint, save_qwen3_5_with_images
 from tests.cpu.test_model_families import error_at_each_position, logits_of, open_decoder, random_tokens
@@ -221,6 +223,18 @@ def a_late_window(rows: DeltaRows) -> None:
     rows.windows = (rows.windows - 1).clamp(min=0)
 
 
+def changed(change: Callable[[DeltaRows], None]) -> Callable[..., Tensor]:
+    """Return the rule of rows that ``change`` edits."""
+    plain = mixers.delta_rule
+
+    def rule(x: Tensor, begins: Tensor, rows: DeltaRows, *given: Any, **how: Any) -> Tensor:
+        own = DeltaRows(*(each.numpy() for each in (rows.read, rows.write, rows.extend)), 4, rows.read.device)
+        change(own)
+        return plain(x, begins, own, *given, **how)
+
+    return rule
+
+
 def test_the_checks_see_a_fault(llm, monkeypatch):
     """Control: a neighbor's slot, a late window, a state in bfloat16, and a state that is never begun anew."""
     plain = mixers.delta_rule
@@ -232,14 +246,6 @@ def test_the_checks_see_a_fault(llm, monkeypatch):
 
     def stale(x: Tensor, begins: Tensor, *given: Any, **how: Any) -> Tensor:
         return plain(x, torch.zeros_like(begins), *given, **how)
-
-    def changed(change: Callable[[DeltaRows], None]) -> Callable[..., Tensor]:
-        def rule(x: Tensor, begins: Tensor, rows: DeltaRows, *given: Any, **how: Any) -> Tensor:
-            own = DeltaRows(*(each.numpy() for each in (rows.read, rows.write, rows.extend)), 4, rows.read.device)
-            change(own)
-            return plain(x, begins, own, *given, **how)
-
-        return rule
 
     check = check_of(llm)
     check.begin()
@@ -257,15 +263,45 @@ def test_the_checks_see_a_fault(llm, monkeypatch):
     check.run("co-batched")
 
 
-def test_verify_counts_the_tokens_of_kept_states(checkpoint, monkeypatch):
-    """Control: a state under the neighboring hash changes answers."""
-    options = {"model": str(checkpoint[0]), "max_model_len": 128, "num_gpu_blocks_override": 100, "max_kept_states": 90}
-    engine = Engine(boot_engine, Settings.load(OPTIONS | options))
-    found = nearly_equal(engine, [])
-    assert found is not None and found.identical == found.prompts and "192 tokens from the prefix cache" in found.note
+SIZES = Size(prompts=1, runs=1, outputs=4, longest=18)
+"""Sizes of paths: the largest chunk has this many tokens."""
+
+
+@pytest.fixture(scope="module")
+def engine(checkpoint) -> Engine:
+    options = {"model": str(checkpoint[0]), "max_model_len": 96, "num_gpu_blocks_override": 100, "max_kept_states": 90}
+    return Engine(boot_engine, Settings.load(OPTIONS | options))
+
+
+WAYS = {
+    "nearly equal": lambda engine: nearly_equal(engine, []),
+    "chunks": lambda engine: any_chunks("chunks", engine, SIZES),
+    "ends": lambda engine: any_end("ends", engine, SIZES),
+}
+FOUND = {"nearly equal": "192 tokens from the prefix cache", "chunks": "11 sizes up to 18 tokens",
+         "ends": "800 tokens from the prefix cache"}  # fmt: skip
+
+
+def another_hash(patch: pytest.MonkeyPatch) -> None:
+    """File a state under the neighboring hash."""
     right = PrefixCache.key_at
-    monkeypatch.setattr(PrefixCache, "key_at", lambda self, *given: right(self, *given[:2], max(given[2] - SIZE, SIZE)))
-    wrong = nearly_equal(engine, [])
+    patch.setattr(PrefixCache, "key_at", lambda self, *given: right(self, *given[:2], max(given[2] - SIZE, SIZE)))
+
+
+def late_windows(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(mixers, "delta_rule", changed(a_late_window))
+
+
+PLANTED = {"nearly equal": another_hash, "chunks": late_windows, "ends": another_hash}
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_verify_cuts_anywhere_and_counts_the_tokens_of_kept_states(engine, way, monkeypatch):
+    """Control: a state under the neighboring hash, and a late window, change answers."""
+    found = WAYS[way](engine)
+    assert found is not None and found.identical == found.prompts and FOUND[way] in found.note
+    PLANTED[way](monkeypatch)
+    wrong = WAYS[way](engine)
     assert wrong is not None and wrong.identical < wrong.prompts
 
 

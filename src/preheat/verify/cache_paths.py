@@ -35,22 +35,23 @@ def nearly_equal(engine: Engine, names: Sequence[str]) -> PathResult | None:
     limits, size = engine.loop.scheduler.limits, engine.loop.scheduler.limits.block_size
     if not engine.loop.scheduler.prefix.enabled or limits.max_model_len < 3 * size + 2 * OUTPUTS:
         return None
-    base, vocab = _tokens(engine, 2 * size + 5, 21), engine.vocab_size
-    asked = [_prompt(base), _prompt(base[: 2 * size])]
-    asked += [_prompt(_with_another(base, at, vocab)) for at in (2 * size - 1, size - 1, size, 0)]
-    asked += [_prompt(base, salt) for salt in ("one", "two", "one")]
-    asked += [_prompt(base, name=name) for name in names[:2]]
-    grown = [_prompt(_tokens(engine, 3 * size - OUTPUTS + more, 30 + more)) for more in range(3)]
+    base, vocab = drawn_tokens(engine, 2 * size + 5, 21), engine.vocab_size
+    asked = [greedy_prompt(base), greedy_prompt(base[: 2 * size])]
+    asked += [greedy_prompt(_with_another(base, at, vocab)) for at in (2 * size - 1, size - 1, size, 0)]
+    asked += [greedy_prompt(base, salt) for salt in ("one", "two", "one")]
+    asked += [greedy_prompt(base, name=name) for name in names[:2]]
+    grown = [greedy_prompt(drawn_tokens(engine, 3 * size - OUTPUTS + more, 30 + more)) for more in range(3)]
     said = [_said(state) for prompt in grown for state in engine.serve([prompt])]
-    later = [_prompt([*prompt.tokens, *tokens, *base[:5]]) for prompt, tokens in zip(grown, said, strict=True)]
+    later = [greedy_prompt([*prompt.tokens, *tokens, *base[:5]]) for prompt, tokens in zip(grown, said, strict=True)]
     asked += grown + [prompt for prompt in later if len(prompt.tokens) + OUTPUTS <= limits.max_model_len]
-    return _compared(engine, asked)
+    return compared("nearly equal prompts", engine, asked)
 
 
-def _compared(engine: Engine, asked: Sequence[Prompt]) -> PathResult:
-    """Compare prompts alone and together.
+def compared(path: str, engine: Engine, asked: Sequence[Prompt]) -> PathResult:
+    """Compare prompts alone and together; ``path`` is the result's name.
 
-    Each of ``asked`` runs alone in an empty cache, then all run in turn in one cache.
+    Each of ``asked`` runs alone in an empty cache, then all run in turn in one cache. Cached tokens are compared with
+    the rule, if the cache has room for all blocks and states.
     """
     first, found, states = list[Seen](), list[Seen](), list[RequestState]()
     for prompt in asked:
@@ -62,8 +63,9 @@ def _compared(engine: Engine, asked: Sequence[Prompt]) -> PathResult:
         found += [engine.seen_of(choice) for choice in states[-1].choices]
     right = _rightly_cached(engine, asked, states)
     total = sum(state.cached_tokens for state in states)
-    result = compare("nearly equal prompts", first, [found], f"{total:,} tokens from the prefix cache")
+    result = compare(path, first, [found], f"{total:,} tokens from the prefix cache")
     exact = engine.ready.num_blocks > sum(len(each.tokens) for each in asked) // engine.ready.block_size + len(asked)
+    exact &= engine.loop.scheduler.kept_ends is None or engine.loop.scheduler.limits.states >= 3 * len(asked)
     wrong = [
         Divergence(1, number, most, float(state.cached_tokens - most))
         for number, (state, most) in enumerate(zip(states, right, strict=True))
@@ -112,8 +114,8 @@ def given_up(engine: Engine) -> PathResult | None:
         return None
     first, again, hits = list[Seen](), list[Seen](), engine.stats.prefix_hits
     for end in (size - 1, size, size + 1):
-        prompt = Prompt(_tokens(engine, 3 * size, 100 + end), ONE_TOKEN)
-        others = [_prompt(_tokens(engine, each, each)) for each in _cut(step - end, longest)]
+        prompt = Prompt(drawn_tokens(engine, 3 * size, 100 + end), ONE_TOKEN)
+        others = [greedy_prompt(drawn_tokens(engine, each, each)) for each in _cut(step - end, longest)]
         engine.forget_prefixes()
         engine.run_behind([*others, prompt], [], 1)
         again += engine.run([prompt])
@@ -140,13 +142,14 @@ def moved(engine: Engine) -> PathResult | None:
         most = min(
             limits.max_model_len - 1, limits.max_num_batched_tokens, runner.pool.num_free // 3 * limits.block_size
         )
-        tokens = np.array(_tokens(engine, max(min(most, 2 * limits.block_size), 1), 200), np.int32)
-        first = [_seen(logits) for logits in alone(runner, tokens)]
-        found = [[_seen(logits)] for logits in compaction(runner, tokens, every=True)]
+        tokens = np.array(drawn_tokens(engine, max(min(most, 2 * limits.block_size), 1), 200), np.int32)
+        first = [as_seen(logits) for logits in alone(runner, tokens)]
+        found = [[as_seen(logits)] for logits in compaction(runner, tokens, every=True)]
     return compare("blocks moved at once", first, found, f"{len(found)} sizes of a swap")
 
 
-def _seen(logits: Tensor) -> Seen:
+def as_seen(logits: Tensor) -> Seen:
+    """Return ``logits`` as an output to compare: their bytes."""
     return Seen([logits.numpy().tobytes()], [float(logits.max())])
 
 
@@ -165,7 +168,8 @@ def answers_as_prompts(path: str, engine: Engine, prompts: Sequence[Prompt], fir
     return compare(path, last, [engine.run(longer)], f"{sum(len(each.tokens) for each in longer):,} tokens")
 
 
-def _tokens(engine: Engine, count: int, seed: int) -> list[int]:
+def drawn_tokens(engine: Engine, count: int, seed: int) -> list[int]:
+    """Return ``count`` random tokens of the model's vocabulary."""
     draw = random.Random(seed)
     return [draw.randrange(engine.vocab_size) for _ in range(count)]
 
@@ -175,7 +179,8 @@ def _with_another(tokens: Sequence[int], at: int, vocab_size: int) -> list[int]:
     return [*tokens[:at], (tokens[at] + 1) % vocab_size, *tokens[at + 1 :]]
 
 
-def _prompt(tokens: Sequence[int], salt: str = "", *, name: str = "", outputs: int = OUTPUTS) -> Prompt:
+def greedy_prompt(tokens: Sequence[int], salt: str = "", *, name: str = "", outputs: int = OUTPUTS) -> Prompt:
+    """Return the prompt ``tokens`` with the adapter ``name``, continued by the most likely tokens."""
     params = SamplingParams(temperature=0.0, seed=0, max_tokens=outputs, ignore_eos=True)
     return Prompt(list(tokens), params, salt, lora_name=name)
 

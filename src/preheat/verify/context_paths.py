@@ -225,7 +225,7 @@ def fp8_cache(runner: CheckRunner, tokens: np.ndarray) -> Ways:
     length, block = len(tokens), runner.slots.block_size
     for cut in sorted({1, min(block, length - 1), length // 2, length - 1} - {0}):
         if runner.bucket_of([Row(0, cut)]) and runner.bucket_of([Row(cut, length - cut)]):
-            yield from _in_steps(runner, tokens, [cut])
+            yield from in_steps(runner, tokens, [cut])
 
 
 def large_steps(runner: CheckRunner, tokens: np.ndarray) -> Ways:
@@ -236,7 +236,7 @@ def large_steps(runner: CheckRunner, tokens: np.ndarray) -> Ways:
     size = len(tokens)
     while size > 1 and not runner.bucket_of([Row(len(tokens) - size, size)]):
         size //= 2
-    yield from _in_steps(runner, tokens, [size] * (-(-len(tokens) // size) - 1))
+    yield from in_steps(runner, tokens, [size] * (-(-len(tokens) // size) - 1))
 
 
 def long_context(runner: CheckRunner, tokens: np.ndarray) -> Ways:
@@ -248,10 +248,10 @@ def long_context(runner: CheckRunner, tokens: np.ndarray) -> Ways:
     sizes = [third - 7, third, len(tokens) - 2 * third + 6]
     if not all(runner.bucket_of([Row(len(tokens) - size, size)]) for size in sizes):
         raise NothingToRun("no step holds a third of the context")
-    yield from _in_steps(runner, tokens, sizes)
+    yield from in_steps(runner, tokens, sizes)
 
 
-def _in_steps(runner: CheckRunner, tokens: np.ndarray, sizes: Sequence[int]) -> Ways:
+def in_steps(runner: CheckRunner, tokens: np.ndarray, sizes: Sequence[int]) -> Ways:
     """Compute it in steps of ``sizes`` and one more for the rest."""
     with runner.sequence(tokens) as slot:
         for size in sizes:

@@ -46,6 +46,7 @@ from preheat.verify.prompt_sets import (
 from preheat.verify.prompts import Prompt, Size
 from preheat.verify.pulled_path import exchanges, pulled
 from preheat.verify.served_path import served
+from preheat.verify.state_paths import any_chunks, any_end, keeps_states
 from preheat.verify.window_check import check_windows
 
 GROUPS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 256)
@@ -347,6 +348,10 @@ PATHS: tuple[Path, ...] = (
     Path("nearly equal prompts", "asked", "", lambda trial: nearly_equal(trial.engine, names_of(trial.engine))),
     Path("prompts given up", "asked", "", lambda trial: given_up(trial.engine)),
     Path("blocks moved at once", "asked", "", lambda trial: moved(trial.engine)),
+    Path(
+        "chunks of any size", "asked", "", lambda trial: any_chunks(trial.name, trial.engine, trial.size), keeps_states
+    ),
+    Path("any block's end", "asked", "", lambda trial: any_end(trial.name, trial.engine, trial.size), keeps_states),
     Path("pulled blocks", "asked", "", lambda trial: pulled(trial.name, trial.engine, trial.size.outputs), exchanges),
     Path("chunks, few blocks", "tight", "texts", few_blocks_moved, _any),
     Path("offloaded blocks", "tight", "texts", offloaded, lambda engine: engine.offloads),
