@@ -7,7 +7,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from urllib.request import urlopen
 
 from benchmarks import chaos
 from benchmarks.common.adapter import write_adapter
+from benchmarks.common.ports import free_ports
 from benchmarks.common.process import environment, flags
 from preheat.errors import PreheatError
 from preheat.lora.adapter import adapted_modules
@@ -222,15 +222,6 @@ def children(process: int) -> list[int]:
     with contextlib.suppress(OSError):
         return [*map(int, Path(f"/proc/{process}/task/{process}/children").read_text(encoding="ascii").split())]
     return []
-
-
-def free_ports(count: int) -> list[int]:
-    """Return free ports of this machine, each another one."""
-    with contextlib.ExitStack() as opened:
-        probes = [opened.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [int(probe.getsockname()[1]) for probe in probes]
 
 
 def engines(port: int) -> int:

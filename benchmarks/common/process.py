@@ -9,7 +9,6 @@ import contextlib
 import http.client
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from benchmarks.common.machine import ROOT
+from benchmarks.common.ports import free_port
 from preheat.errors import PreheatError
 
 
@@ -84,9 +84,7 @@ def serving(
 
     ``module`` has the command line of preheat.
     """
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = free_port()
     command = [sys.executable, "-m", module, "serve", f"--port={port}", *flags(options)]
     started = time.perf_counter()
     server = subprocess.Popen(command, stderr=stderr, env=env)

@@ -9,7 +9,6 @@ import contextlib
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -23,6 +22,7 @@ from typing import Any
 import pytest
 from tokenizers import AddedToken
 
+from benchmarks.common.ports import free_port
 from tests.tokenizers import byte_level
 
 SERVE = """
@@ -140,12 +140,6 @@ class Server:
                     return
             time.sleep(0.05)
         raise AssertionError(f"{path} did not become well")
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 ENGINES: dict[str, str] = {}

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.api.conftest import Server, free_port, serving
+from benchmarks.common.ports import free_port
+from tests.api.conftest import Server, serving
 from tests.waiting import until
 
 COMPLETIONS = "/v1/completions"

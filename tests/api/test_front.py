@@ -13,7 +13,8 @@ from pathlib import Path
 import pytest
 
 from benchmarks.chaos import answer, mixed, normal
-from tests.api.conftest import Server, free_port, serving
+from benchmarks.common.ports import free_port
+from tests.api.conftest import Server, serving
 from tests.api.test_faults import ask
 from tests.api.test_moves import LENGTH, MORTAL, assert_whole, bodies, until_running
 from tests.waiting import until

@@ -14,12 +14,13 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from benchmarks.common.ports import free_port
 from preheat import WeightGroup
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.model.files import BUNDLED_PATH
 from preheat.server.operations import allowed_paths, check_settings
 from preheat.settings import Settings
-from tests.api.conftest import Server, free_port, serving
+from tests.api.conftest import Server, serving
 from tests.waiting import until
 
 KEY = {"Authorization": "Bearer operator"}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -10,6 +9,7 @@ import msgspec
 import pytest
 import zmq
 
+from benchmarks.common.ports import free_port
 from preheat import LLM, LoRARequest, SamplingParams
 from preheat.engine.kv_publisher import END
 from preheat.errors import SettingsError
@@ -25,9 +25,7 @@ PARAMS = SamplingParams(temperature=0, max_tokens=2, ignore_eos=True)
 
 
 def free_endpoint() -> str:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+    return f"tcp://127.0.0.1:{free_port()}"
 
 
 def ask(llm: LLM, tokens: list[int]) -> None:

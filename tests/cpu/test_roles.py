@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 import pytest
 
+from benchmarks.common.ports import free_port
 from preheat.core import BlockSource, SamplingParams
 from preheat.execution.whole_blocks import WholeBlocks
 from preheat.kv_transfer import client, messages, server
@@ -309,13 +310,6 @@ def test_another_key_is_not_heard(one, two, expected, monkeypatch):
     with two.sending() as source:
         assert failed(one, "lost", source, expected) == 0
     assert two.stats.sent_blocks == before
-
-
-def free_port() -> int:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
 
 
 def test_a_frozen_peer_delays_no_request_for_longer_than_one_pull(one):

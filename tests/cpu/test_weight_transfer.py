@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import socket
 import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
@@ -18,6 +17,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from benchmarks.common.ports import free_port
 from preheat import LLM, WeightGroup
 from preheat.errors import InvalidRequest, ModelError, PreheatError, SettingsError
 from preheat.settings import Settings
@@ -27,12 +27,6 @@ from tests.cpu.test_weight_update import tokens
 
 NORM = "model.norm.weight"
 GLOO = {"weight_transfer_config": {"backend": "gloo"}}
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 def train(pipe: Connection, port: int, folder: str) -> None:

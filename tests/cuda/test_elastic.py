@@ -11,12 +11,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.common.ports import free_port
 from preheat import LLM, SamplingParams, WeightGroup
 from preheat.execution.offload import HostTier
 from preheat.model.formats import expected_tensors
 from preheat.model.sources import DummyTensors
 from preheat.schedule.prefix import PrefixCache
-from tests.cpu.test_weight_transfer import free_port
 from tests.cuda.test_engine import CONFIG
 
 OPTIONS: dict[str, Any] = {
