@@ -11,6 +11,13 @@ from preheat import LLM, InvalidRequest, PoolingParams
 from preheat.backends.cpu.llvm.attention import LlvmAttention
 from preheat.errors import ContextTooLong
 from preheat.frontend import embedding
+from preheat.frontend.long_texts import weighted_mean
+from preheat.settings import Settings
+from preheat.startup import boot_engine
+from preheat.verify.drive import Engine
+from preheat.verify.paths import PathRunner
+from preheat.verify.prompts import Size
+from preheat.verify.verification import tight
 from tests.cpu.test_encoders import whole_step
 from tests.encoders import OPTIONS, save_encoder, states_of, texts_of
 
@@ -88,6 +95,37 @@ def test_the_same_bits_beside_any_other_texts(bert, llm, monkeypatch):
     assert not same_bits(llm)
 
 
+TAKEN = ["texts in chunks", "texts in chunks, few blocks"]
+
+
+def verified(folder, **changes) -> dict[str, bool]:
+    """Return whether each path of preheat verify through chunks gives the vectors of the rule."""
+    settings = Settings.load({**OPTIONS, "model": str(folder), "on_cold": "off", "pooler_config": CHUNKED, **changes})
+    engine, paths = Engine(boot_engine, settings), PathRunner(Size(2, 1, 2, 20), lambda engine: [])
+    found = [*paths.on(engine, "asked", TAKEN)]
+    if paths.sets:
+        few = tight(settings, paths.for_few_blocks, whole=engine.encodes, most=engine.ready.max_model_len)
+        found += paths.on(Engine(boot_engine, few), "tight", TAKEN)
+    assert all(result.prompts == 3 for result in found)
+    return {result.path: result.first is None for result in found}
+
+
+def test_preheat_verify_reads_chunks(bert, monkeypatch):
+    """Both paths are taken where texts have chunks; a wrong mean, order or neighbor is seen."""
+    assert verified(bert[0], **LONG) == dict.fromkeys(TAKEN, True)
+    assert verified(bert[0], **LONG | {"pooler_config": CHUNKED | {"max_embed_len": WINDOW}}) == {}
+    assert verified(bert[0], **LONG | {"max_num_batched_tokens": WINDOW - 1}) == {}
+    faults = [
+        (embedding, "weighted_mean", lambda some, weights: np.mean(some, axis=0)),
+        (embedding, "weighted_mean", lambda some, weights: weighted_mean(some[::-1], weights)),
+        (LlvmAttention, "plan", whole_step),
+    ]
+    for owner, name, fault in faults:
+        with monkeypatch.context() as planted:
+            planted.setattr(owner, name, fault)
+            assert verified(bert[0], **LONG) == dict.fromkeys(TAKEN, False)
+
+
 def test_chunks_begin_with_the_first_token(bert):
     """With CLS the first token of each chunk counts: special tokens are not added again, as in vLLM."""
     llm = LLM(str(bert[0]), pooler_config=CHUNKED | {"pooling_type": "CLS"}, **OPTIONS | LONG)
@@ -141,3 +179,4 @@ def test_a_decoder_leaves_one_place_free(tmp_path):
     ends = [states_of(model, ids[start : start + WINDOW])[-1] * len(ids[start : start + WINDOW])
             for start in range(0, 97, WINDOW)]  # fmt: skip
     assert np.allclose(found, (sum(ends) / 97).numpy(), rtol=1e-4, atol=1e-5)
+    assert verified(tmp_path, max_model_len=WINDOW + 1) == dict.fromkeys(TAKEN, True)

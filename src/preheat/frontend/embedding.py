@@ -76,12 +76,14 @@ def embedding(
     mean itself is not normalized.
     """
     if not state.chunks:
-        return _embedding(state.pooled, pooling, dimensions, normalize)
-    vectors = [_embedding(choice.pooled, pooling, dimensions, normalize) for choice in state.choices]
+        return vector_of(state.pooled, pooling, dimensions, normalize)
+    vectors = [vector_of(choice.pooled, pooling, dimensions, normalize) for choice in state.choices]
     return weighted_mean(vectors, [len(chunk) for chunk in state.chunks])
 
 
-def _embedding(pooled: bytes, pooling: Pooling, dimensions: int | None, normalize: bool | None) -> np.ndarray:
+def vector_of(
+    pooled: bytes, pooling: Pooling, dimensions: int | None = None, normalize: bool | None = None
+) -> np.ndarray:
     """Return the embedding of a text, or of one chunk, from its ``pooled`` state."""
     vector = np.frombuffer(pooled, np.float32)
     if dimensions is not None and dimensions > len(vector):

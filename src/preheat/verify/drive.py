@@ -22,13 +22,14 @@ from preheat.engine.loop import EngineSide, Loop
 from preheat.errors import PreheatError
 from preheat.execution.executor import Executor
 from preheat.execution.input_batch import InputBatch
-from preheat.frontend.frontend import Frontend
+from preheat.frontend.frontend import Frontend, FrontendOptions
 from preheat.frontend.journal import Journal
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.frontend.tokenizer import ModelFiles, NoTokenizer
-from preheat.model.files import find_model
+from preheat.model.files import find_model, read_config
 from preheat.settings import Settings
 from preheat.transport import InlineTransport
+from preheat.utils.pooling import Pooling, pooling_of
 from preheat.verify.check_runner import CheckRunner
 from preheat.verify.compare import Seen
 from preheat.verify.prompts import Prompt
@@ -102,11 +103,17 @@ class Engine:
         self._ids, self._seen, self._journal = OWN_IDS, dict[int, Seen](), Journal()
 
     @cached_property
+    def pooling(self) -> Pooling | None:
+        """How texts are pooled, None if the engine generates."""
+        folder = find_model(self._settings, with_weights=False)
+        return pooling_of(self._settings, folder, read_config(folder, self._settings.hf_overrides))
+
+    @cached_property
     def frontend(self) -> Frontend:
         """A frontend of this engine that handles token ids."""
         folder = find_model(self._settings, with_weights=False)
         tokenizer = NoTokenizer(folder, ModelFiles(folder, self._settings.hf_overrides))
-        frontend = Frontend(tokenizer, self._send)
+        frontend = Frontend(tokenizer, self._send, FrontendOptions(pooling=self.pooling))
         frontend.ready = msgspec.structs.replace(self.ready, blocked_reason="")  # a failed check is looked into, too
         return frontend
 

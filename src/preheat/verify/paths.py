@@ -47,6 +47,8 @@ from preheat.verify.prompts import Prompt, Size
 from preheat.verify.pulled_path import exchanges, pulled
 from preheat.verify.served_path import served
 from preheat.verify.state_paths import any_chunks, any_end, keeps_states
+from preheat.verify.texts_in_chunks import has_chunks
+from preheat.verify.texts_in_chunks import served as served_texts
 from preheat.verify.window_check import check_windows
 
 GROUPS = (1, 2, 3, 5, 9, 17, 33, 65, 129, 256)
@@ -195,6 +197,14 @@ def lost_while_served(trial: Trial) -> PathResult:
     return moved_while_served(trial.name, trial.engine, trial.size.outputs)
 
 
+def in_chunks(trial: Trial) -> PathResult:
+    """Serve long texts to clients, all at once, then the last first."""
+    prompts = trial.prompts.prompts
+    runs = served_texts(trial.engine, prompts), served_texts(trial.engine, prompts[::-1])[::-1]
+    longest = len(prompts[-1].tokens)
+    return trial.compared(*runs, note=f"{longest:,} tokens in chunks of {trial.engine.ready.places - 1:,}")
+
+
 def undrafted(trial: Trial) -> PathResult:
     """Run where nothing drafts; the note counts the first run's drafts."""
     stats = trial.prompts.stats
@@ -323,6 +333,7 @@ PATHS: tuple[Path, ...] = (
     Path("prefix cache cold", "asked", "texts", together, _any),
     Path("shuffled arrivals", "asked", "texts", shuffled, _any),
     Path("batches of 1 to {most}", "asked", "texts", in_batches, _any),
+    Path("texts in chunks", "asked", "texts in chunks", in_chunks, has_chunks),
     Path("answers as prompts", "asked", "texts", answered),
     Path("served, by the contract", "asked", "", lambda trial: served(trial.engine, trial.size.outputs)),
     Path("continued", "asked", "texts", resumed),
@@ -354,6 +365,7 @@ PATHS: tuple[Path, ...] = (
     Path("any block's end", "asked", "", lambda trial: any_end(trial.name, trial.engine, trial.size), keeps_states),
     Path("pulled blocks", "asked", "", lambda trial: pulled(trial.name, trial.engine, trial.size.outputs), exchanges),
     Path("chunks, few blocks", "tight", "texts", few_blocks_moved, _any),
+    Path("texts in chunks, few blocks", "tight", "texts in chunks", in_chunks, has_chunks),
     Path("offloaded blocks", "tight", "texts", offloaded, lambda engine: engine.offloads),
     Path("penalties, few blocks", "tight", "short texts", few_blocks),
     Path("prompt logprobs, chunks", "tight", "short texts", prompt_logprobs),

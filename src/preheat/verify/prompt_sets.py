@@ -17,6 +17,7 @@ from torch import Tensor
 from preheat.core import Image, SamplingParams, Segment, Stats
 from preheat.limits import Limits
 from preheat.lora.random import random_adapter
+from preheat.verify import texts_in_chunks as chunks
 from preheat.verify.compare import Divergence, Seen
 from preheat.verify.drive import Answer, Engine, Prompts, in_groups
 from preheat.verify.masked import RULES, TEMPERATURES, end_token, texts_of
@@ -106,6 +107,12 @@ def texts(engine: Engine, sizes: Sizes) -> PromptSet:
     """Run the prompts that were asked for, all at once, on a fresh engine."""
     prompts = as_pooled(sizes.texts(engine), of_tokens=engine.encodes) if engine.pools else sizes.texts(engine)
     return PromptSet(prompts).seen(engine, engine.run(prompts))
+
+
+def texts_in_chunks(engine: Engine, sizes: Sizes) -> PromptSet:
+    """Read the chunks of long texts, each alone, for the vectors of the whole texts."""
+    prompts = chunks.long_texts(engine)
+    return PromptSet(prompts).seen(engine, chunks.by_rule(engine, prompts))
 
 
 LONG = 1_300
@@ -310,6 +317,7 @@ def names_of(engine: Engine) -> list[str]:
 
 MAKERS: Mapping[str, Make] = {
     "texts": texts,
+    "texts in chunks": texts_in_chunks,
     "long texts": long_texts,
     "short texts": short_texts,
     "grammars": masked_texts,

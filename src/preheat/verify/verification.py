@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import gc
 import hashlib
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -51,6 +52,7 @@ class Verification:
     contract: Contract | None = field(default=None, init=False)
     simulated: bool = field(default=False, init=False)
     encodes: bool = field(default=False, init=False)
+    longest: int = field(default=sys.maxsize, init=False)
 
     def __post_init__(self) -> None:
         self.paths = PathRunner(self.size, self.prompts)
@@ -67,7 +69,7 @@ class Verification:
         """
         yield from self._as_asked()
         gc.collect()  # two engines at once may not fit into memory
-        few = tight(self.settings, self.paths.for_few_blocks, whole=self.encodes)
+        few = tight(self.settings, self.paths.for_few_blocks, whole=self.encodes, most=self.longest)
         yield from self.paths.on(Engine(self.boot, few), "tight")
         if self.settings.speculation is not None:
             gc.collect()
@@ -87,7 +89,7 @@ class Verification:
     def _as_asked(self) -> Iterator[PathResult]:
         """Yield the paths of an engine with the given settings."""
         engine = Engine(self.boot, self.settings)
-        self.encodes = engine.encodes
+        self.encodes, self.longest = engine.encodes, engine.ready.max_model_len
         record = Record.from_json(engine.ready.record)
         self.proof, self.simulated, self.blocked_reason = record.proof, record.simulated, engine.ready.blocked_reason
         self.contract = engine.ready.contract
@@ -99,12 +101,13 @@ def without_drafts(settings: Settings) -> Settings:
     return replace(settings, **WITHOUT, **AGAIN)
 
 
-def tight(settings: Settings, prompts: Sequence[Prompt], *, whole: bool = False) -> Settings:
+def tight(settings: Settings, prompts: Sequence[Prompt], *, whole: bool = False, most: int = sys.maxsize) -> Settings:
     """Return ``settings`` with just enough blocks, of another size.
 
-    They hold the longest of ``prompts`` and its output. ``whole``: a step holds it, too.
+    They hold the longest of ``prompts`` and its output, or its longest chunk: ``most`` tokens. ``whole``: a step holds
+    it, too.
     """
-    longest = max(len(prompt.tokens) + (prompt.params.max_tokens or 0) for prompt in prompts)
+    longest = min(max(len(prompt.tokens) + (prompt.params.max_tokens or 0) for prompt in prompts), most)
     block_size = 32 if settings.block_size == 16 else 16
     if settings.contiguous_pa and settings.block_size:
         block_size = settings.block_size  # blocks of another size cannot be read in place
