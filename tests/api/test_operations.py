@@ -18,9 +18,10 @@ from benchmarks.common.ports import free_port
 from preheat import WeightGroup
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.model.files import BUNDLED_PATH
-from preheat.server.operations import allowed_paths, check_settings
+from preheat.server import openapi
+from preheat.server.operations import InitWeightTransferRequest, UpdateWeightsRequest, allowed_paths, check_settings
 from preheat.settings import Settings
-from tests.api.conftest import Server, serving
+from tests.api.conftest import Answer, Server, serving
 from tests.waiting import until
 
 KEY = {"Authorization": "Bearer operator"}
@@ -61,7 +62,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def operated(root: Path) -> Iterator[Server]:
     options: dict[str, Any] = {"api_key": ["operator"], "server_dev_mode": True, "weights_root": str(root)}
     options |= {"max_model_len": 1024, "dtype": "float32", "num_threads": 1, "enable_sleep_mode": True}
-    options |= {"weight_transfer_config": {"backend": "gloo"}}
+    options |= {"weight_transfer_config": {"backend": "gloo"}, "enable_prompt_tokens_details": True}
     with serving("bundled", engine=None, **options) as server:
         yield server
 
@@ -85,6 +86,95 @@ def test_only_operators_reach_them(operated: Server, scripted: Server) -> None:
     with pytest.raises(SettingsError, match="give an api_key"):
         check_settings(Settings(server_dev_mode=True))
     check_settings(Settings(server_dev_mode=True, api_key=("x",)))
+
+
+ROUTES = openapi.served(adapters=False)
+COMMANDS = [row for row in ROUTES if row.operated]
+BODIES: dict[Any, dict[str, Any]] = {
+    UpdateWeightsRequest: {"path": "same"},
+    InitWeightTransferRequest: {
+        "init_info": {"master_address": "h", "master_port": 1, "rank_offset": 1, "world_size": 2}
+    },
+}
+"""Fields that a command needs."""
+
+
+def asked(server: Server, row: openapi.Operation, method: str, query: str = "", body: object = b"") -> Answer:
+    """Ask the route ``row``, with ids that nothing has."""
+    path = row.path.replace("{id}", "none").replace("{model:path}", "none")
+    return (
+        server.get(path + query, **KEY) if method == "get" else server.post(path + query, body, method.upper(), **KEY)
+    )
+
+
+def test_no_field_of_a_command_is_ignored(operated: Server) -> None:
+    """Every command refuses an unknown field by name, in the query and in the body, and then does nothing."""
+    assert len(COMMANDS) >= 12
+    before = operated.get("/weight_info", **KEY).json
+    for row in COMMANDS:
+        (method,) = row.methods
+        answer = asked(operated, row, method, "?unknown=1")
+        assert (answer.status, answer.error["param"]) == (400, "unknown"), row.path
+        for name in set(row.queries) - set(row.lists):
+            answer = asked(operated, row, method, f"?{name}=1&{name}=1")
+            assert (answer.status, answer.error["param"]) == (400, name), row.path
+        if method == "post":
+            answer = asked(operated, row, method, body=BODIES.get(row.body, {}) | {"unknown": 1})
+            assert (answer.status, answer.error["param"]) == (400, "unknown"), row.path
+            assert asked(operated, row, method, body={"model": "other"}).status in (400, 404), row.path
+    for name in ("update_info", "init_info"):
+        path = {"update_info": "/update_weights", "init_info": "/init_weight_transfer_engine"}[name]
+        inner = {"update_info": INFO, "init_info": BODIES[InitWeightTransferRequest]["init_info"]}[name]
+        assert f"{name}.ipc" in told(operated, path, {name: inner | {"ipc": 1}}, 400)["error"]["message"]
+    assert operated.get("/weight_info", **KEY).json == before
+    assert operated.get("/is_paused", **KEY).json == {"is_paused": False}
+    assert operated.get("/is_sleeping", **KEY).json == {"is_sleeping": False}
+
+
+def test_fields_that_a_route_lacks_are_reported(scripted: Server) -> None:
+    """Every other route names the unknown fields of a query, and of a body where it takes none."""
+    for row in (row for row in ROUTES if not row.operated):
+        for method in row.methods:
+            answer = asked(scripted, row, method, "?unknown=1")
+            assert "unknown" in answer.headers["x-ignored-fields"], row.path
+            if row.body is None and method != "get":
+                answer = asked(scripted, row, method, body={"unknown": 1, "nothing": None})
+                assert answer.headers["x-ignored-fields"] == "unknown", row.path
+                assert asked(scripted, row, method, body=b"{").status == 400, row.path
+    for path in ("/warmup?format=json", "/health?deep=0", "/v1/models"):
+        assert "x-ignored-fields" not in scripted.get(path).headers
+
+
+def test_queries_of_commands(operated: Server) -> None:
+    """The fields of vLLM's queries do as they say, or are refused with the remedy."""
+    wrong = {
+        "/pause?clear_cache=perhaps": "clear_cache must be true or false",
+        "/pause?mode=keep&wait_for_inflight_requests=true": "mode is keep, so",
+        "/reset_prefix_cache?reset_external=2": "reset_external must be true or false",
+        "/sleep?level=3": "level must be 1, 0, 2",
+    }
+    for path, message in wrong.items():
+        assert message in told(operated, path, None, 400)["error"]["message"]
+    said_where = told(operated, "/pause", {"mode": "keep"}, 400)["error"]["message"]
+    assert "write it into the query, /pause?mode=..." in said_where
+    assert operated.get("/get_world_size?include_dp=perhaps", **KEY).status == 400
+    assert operated.get("/get_world_size?include_dp=false", **KEY).json == {"world_size": 1}
+    prompt = ASKED | {"prompt": list(range(300, 700)), "max_tokens": 1}
+
+    def cached() -> int:
+        usage = operated.post(COMPLETIONS, prompt, **KEY).json["usage"]
+        return int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
+
+    cached()
+    assert cached() > 0
+    told(operated, "/pause?wait_for_inflight_requests=true&clear_cache=false")
+    told(operated, "/resume", {})
+    assert cached() > 0
+    told(operated, "/pause?mode=wait&clear_cache=true")
+    told(operated, "/resume")
+    assert cached() == 0 and cached() > 0
+    told(operated, "/reset_prefix_cache?reset_running_requests=true&reset_external=True", {})
+    assert cached() == 0
 
 
 def test_paths(root: Path) -> None:

@@ -57,11 +57,11 @@ def line(id: str, url: str = "/v1/completions", **body: object) -> str:
 
 BATCH = """
 import functools, sys
-from preheat.cli import main as cli
+from preheat.cli import main
 from preheat.server import run_batch
 
 run_batch.run_batch = functools.partial(run_batch.run_batch, entry=sys.argv.pop(1))
-sys.exit(cli.main())
+sys.exit(main())
 """
 
 

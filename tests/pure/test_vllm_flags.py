@@ -6,6 +6,7 @@ import json
 import logging
 import re
 import shlex
+import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -15,9 +16,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preheat.cli import main as cli
 from preheat.cli.common import load
-from preheat.cli.main import _values
+from preheat.cli.main import _parser, _values
 from preheat.errors import SettingsError
 from preheat.settings import OPTIONS, Settings
 from preheat.utils import environment
@@ -51,7 +51,7 @@ def recipes() -> list[tuple[str, str]]:
 def one_parser() -> Iterator[None]:
     """Use one parser for all lines of this file: making one takes longer than parsing a line."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(cli, "_parser", cache(cli._parser))
+        patch.setattr(sys.modules[_values.__module__], "_parser", cache(_parser))
         yield
 
 

@@ -44,6 +44,7 @@ from preheat.server.models import Models, each_model
 from preheat.server.own_middleware import load_middleware, wrapped
 from preheat.server.process import ENGINE
 from preheat.server.protocol import limited_protocol
+from preheat.server.route_check import checked
 from preheat.server.service import Service
 from preheat.server.shutdown import Server, Shutdown
 from preheat.server.try_it import try_it
@@ -121,9 +122,10 @@ def build_app(service: Service, *others: Service, batches: BatchRunner | None = 
     The middleware adds CORS headers, request ids, the access log, API keys and a limit on concurrency. ``others`` serve
     further models. ``batches`` will run through the routes.
     """
-    app, paths = _routed(service, batches)
+    names = ("model",) if others else ()
+    app, paths = _routed(service, batches, *names)
     if others:
-        joint = JointModels((service, *others), (app, *(_routed(other, None)[0] for other in others)))
+        joint = JointModels((service, *others), (app, *(_routed(other, None, *names)[0] for other in others)))
         app, paths = joint.app(), paths | joint.joint
     if batches is not None:
         batches.app = RequestIdMiddleware(app)
@@ -143,13 +145,17 @@ def build_app(service: Service, *others: Service, batches: BatchRunner | None = 
     )
 
 
-def _routed(service: Service, batches: BatchRunner | None) -> tuple[Starlette, dict[Any, str]]:
-    """Build the routes of one model, and return their paths by endpoint too."""
+def _routed(service: Service, batches: BatchRunner | None, *queries: str) -> tuple[Starlette, dict[Any, str]]:
+    """Build the routes of one model, and return their paths by endpoint too.
+
+    Routes without a body read the fields ``queries`` of the query.
+    """
     operations = openapi.served(adapters=service.loads_adapters, ollama=service.settings.api == "ollama")
-    routes = [Route(op.path, op.endpoint, methods=op.methods) for op in operations]
+    endpoints = [checked(op, op.endpoint, *(() if "post" in op.methods else queries)) for op in operations]
+    routes = [Route(op.path, endpoint, methods=op.methods) for op, endpoint in zip(operations, endpoints, strict=True)]
     if not service.settings.disable_fastapi_docs:
         routes.append(Route("/openapi.json", _openapi))
-    paths: dict[Any, str] = {op.endpoint: op.path for op in operations}
+    paths: dict[Any, str] = {endpoint: op.path for op, endpoint in zip(operations, endpoints, strict=True)}
     if service.settings.ui:
         routes.append(Route("/", try_it))
         paths[try_it] = "/"

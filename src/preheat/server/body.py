@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 
-from preheat.errors import SlowRequest, TooLarge
+from preheat.errors import InvalidRequest, SlowRequest, TooLarge
 from preheat.frontend.frontend import Frontend
 from preheat.server.decoding import decode
 from preheat.server.ignored import ignore, names_for
@@ -40,6 +40,20 @@ async def read_request(request: Request, kind: type[Body]) -> tuple[Frontend, Bo
         name_request(request, body.request_id)
     request.state.lora_name = service.adapter_of(body.model)
     return service.frontend, body
+
+
+async def read_command(request: Request, kind: type[Body]) -> Body:
+    """Decode the body of a command; an empty body has no fields. Raises ModelNotFound if it names another model.
+
+    An adapter's name is refused too: a command is for the engine.
+    """
+    service: Service = request.app.state.service
+    body = await read_json(request, kind, default=b"{}")
+    if body.request_id is not None:
+        name_request(request, body.request_id)
+    if body.model is not None and service.adapter_of(body.model):
+        raise InvalidRequest(f"{body.model!r} is an adapter: name the model, or leave model out", param="model")
+    return body
 
 
 async def read_json(request: Request, kind: type[Body], default: bytes = b"") -> Body:

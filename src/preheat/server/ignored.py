@@ -31,11 +31,17 @@ MOST_COUNTED = 256
 """Most different names that the log and the metric tell apart."""
 
 _SCOPE = "preheat.ignored"
+_STRICT = "preheat.strict"
+
+
+def refuse_unknown(request: Request) -> None:
+    """Refuse the unknown fields of ``request``, as a command to the engine must not do less than it says."""
+    request.scope[_STRICT] = True
 
 
 def strict(request: Request) -> bool:
-    """Return whether unknown fields are refused (``--request-fields``)."""
-    return bool(request.app.state.service.settings.request_fields == "strict")
+    """Return whether unknown fields are refused: of a command always, else with ``--request-fields strict``."""
+    return _STRICT in request.scope or bool(request.app.state.service.settings.request_fields == "strict")
 
 
 def names_for(request: Request) -> Names | None:

@@ -25,11 +25,12 @@ from starlette.types import Receive, Scope, Send
 
 from preheat.errors import ModelNotFound
 from preheat.metrics import Metrics
-from preheat.server import ollama_models, status
+from preheat.server import ollama_models, openapi, status
 from preheat.server.answers import encode
 from preheat.server.body import keep_body, read_body
 from preheat.server.errors import HANDLERS, OLLAMA
 from preheat.server.ollama_models import LATEST
+from preheat.server.route_check import checked
 from preheat.server.service import Service
 from preheat.server.turns import in_turn
 
@@ -80,19 +81,23 @@ class JointModels:
     def __init__(self, services: Sequence[Service], apps: Sequence[Starlette]) -> None:
         self._services, self._apps = services, apps
         self._metrics = JointMetrics([service.metrics for service in services])
-        self.joint: dict[Endpoint, str] = {
+        own: dict[Endpoint, str] = {
             self.health: "/health", self.ping: "/ping", self.ready: "/ready", self.load: "/load",
             self.warmup: "/warmup", self.metrics: "/metrics", self.models: "/v1/models", self.tags: "/api/tags",
             self.ps: "/api/ps", self.reset_prefix_cache: "/reset_prefix_cache",
         }  # fmt: skip
+        self._rows = {row.path: row for row in openapi.served(adapters=False, ollama=True) if row.path in own.values()}
+        queries = {"/warmup": ("model",)}
+        self.joint: dict[Any, str] = {
+            checked(self._rows[path], endpoint, *queries.get(path, ())): path for endpoint, path in own.items()
+        }
         """The endpoints about all models, with their paths."""
 
     def app(self) -> Starlette:
         """Build the application."""
-        posted: dict[Endpoint, list[str]] = {self.ping: ["GET", "POST"], self.reset_prefix_cache: ["POST"]}
         ollama = self._services[0].settings.api == "ollama"
         routes = [
-            Route(path, endpoint, methods=posted.get(endpoint, ["GET"]))
+            Route(path, endpoint, methods=self._rows[path].methods)
             for endpoint, path in self.joint.items() if ollama or not path.startswith(OLLAMA)
         ]  # fmt: skip
         app = Starlette(routes=[*routes, Mount("", app=self._to_model)], exception_handlers=HANDLERS)  # type: ignore[arg-type]

@@ -82,6 +82,7 @@ from preheat.warmup.record import Record
 Kind = Any
 """A struct, or a list of structs or numbers."""
 Kinds = Kind | types.UnionType
+Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 
 _REF = "#/components/schemas/{name}"
 EVENTS, LINES = "text/event-stream", "application/x-ndjson"
@@ -109,14 +110,16 @@ class Operation:
     - ``instead``: bodies that replace the error's, by status.
     - ``formats``: the values of the query's ``format``, with their media types.
     - ``queries``: other fields of the query, all texts.
+    - ``lists``: the fields of the query that may come several times.
     - ``streams``: the media type of an answer in parts.
     - ``form``: the body is a form, not JSON.
     - ``bytes``: the answer is bytes.
     - ``of_adapters``: the route exists only where clients may load adapters.
+    - ``operated``: an operator commands the engine; :mod:`preheat.server.route_check` refuses unknown fields.
     """
 
     path: str
-    endpoint: Callable[[Request], Awaitable[ASGIApp]]
+    endpoint: Endpoint
     answer: Kinds | None = None
     body: Kind | None = None
     errors: tuple[int, ...] = ()
@@ -125,7 +128,9 @@ class Operation:
     formats: Mapping[str, str] = field(default_factory=dict)
     methods: tuple[str, ...] = ("get",)
     of_adapters: bool = False
+    operated: bool = False
     queries: tuple[str, ...] = ()
+    lists: tuple[str, ...] = ()
     form: bool = False
     bytes: bool = False
 
@@ -134,9 +139,9 @@ class Operation:
         return self.path not in OPEN_PATHS or "post" in self.methods
 
 
-_OPERATED = (400, 404, 500, 503)
 _posted = functools.partial(Operation, methods=("post",))
-_operated = functools.partial(_posted, errors=_OPERATED)
+_asked = functools.partial(Operation, errors=(400, 404, 500, 503), operated=True)
+_operated = functools.partial(_asked, methods=("post",))
 
 OPERATIONS = (
     _posted("/v1/completions", completions.completions, answers.Completion, schema.CompletionRequest, (504,), EVENTS),
@@ -146,8 +151,8 @@ OPERATIONS = (
     Operation("/v1/responses/{id}", responses.response, ResponseObject, None, (404,)),
     Operation("/v1/responses/{id}", responses.delete_response, Deleted, None, (404,), methods=("delete",)),
     _posted("/v1/responses/{id}/cancel", responses.cancel_response, ResponseObject, None, (404,)),
-    _posted("/v1/messages", messages.messages, MessageAnswer, MessagesRequest, (504,), EVENTS),
-    _posted("/v1/messages/count_tokens", messages.count_tokens, TokenCount, CountRequest),
+    _posted("/v1/messages", messages.messages, MessageAnswer, MessagesRequest, (504,), EVENTS, queries=("beta",)),
+    _posted("/v1/messages/count_tokens", messages.count_tokens, TokenCount, CountRequest, queries=("beta",)),
     _posted("/v1/chat/completions/render", chat.render, answers.Rendered, schema.ChatRequest, (504,)),
     _posted(
         "/invocations", invocations.invocations, answers.Completion | answers.ChatCompletion, InvocationRequest, (504,),
@@ -198,7 +203,10 @@ OPERATIONS = (
     ),
     _posted("/detokenize", status.detokenize, answers.Text, schema.DetokenizeRequest),
     Operation("/tokenizer_info", status.tokenizer_info, answers.TokenizerInfo, None, (400, 500, 503)),
-    _posted("/reset_prefix_cache", status.reset_prefix_cache, errors=(400, 500, 503)),
+    _posted(
+        "/reset_prefix_cache", status.reset_prefix_cache, errors=(400, 500, 503),
+        queries=("reset_running_requests", "reset_external"),
+    ),
     _posted(
         "/v1/load_lora_adapter", load_lora_adapter, None, schema.LoadLoraAdapterRequest, (409,),
         of_adapters=True,
@@ -208,7 +216,9 @@ OPERATIONS = (
         of_adapters=True,
     ),
     _operated("/drain", operations.drain, answers.Status, queries=("wait",)),
-    _operated("/pause", operations.pause, answers.Status, queries=("mode",)),
+    _operated(
+        "/pause", operations.pause, answers.Status, queries=("mode", "wait_for_inflight_requests", "clear_cache")
+    ),
     _operated("/resume", operations.resume, answers.Status),
     _operated("/update_weights", operations.update_weights, answers.WeightInfo, operations.UpdateWeightsRequest),
     _operated(
@@ -222,12 +232,12 @@ OPERATIONS = (
         "/finish_weight_update", operations.finish_weight_update, answers.WeightInfo,
         operations.FinishWeightUpdateRequest,
     ),
-    Operation("/get_world_size", operations.get_world_size, answers.WorldSize, errors=_OPERATED),
+    _asked("/get_world_size", operations.get_world_size, answers.WorldSize, queries=("include_dp",)),
     _operated("/sleep", operations.sleep, answers.Status, queries=("level", "mode")),
-    _operated("/wake_up", operations.wake_up, answers.Status, queries=("tags",)),
-    Operation("/is_sleeping", operations.is_sleeping, answers.Sleeping, errors=_OPERATED),
-    Operation("/is_paused", operations.is_paused, answers.Paused, errors=_OPERATED),
-    Operation("/weight_info", operations.weight_info, answers.WeightInfo, errors=_OPERATED),
+    _operated("/wake_up", operations.wake_up, answers.Status, queries=("tags",), lists=("tags",)),
+    _asked("/is_sleeping", operations.is_sleeping, answers.Sleeping),
+    _asked("/is_paused", operations.is_paused, answers.Paused),
+    _asked("/weight_info", operations.weight_info, answers.WeightInfo),
     Operation("/version", status.version, answers.Version),
     Operation(
         "/health", status.health, answers.Status, None, (400, 503, 504), instead={503: answers.Starting},

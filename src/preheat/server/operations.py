@@ -6,8 +6,7 @@ The endpoints exist only with ``--server-dev-mode``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable
-from functools import partial, wraps
+from functools import partial
 from typing import Annotated, Any
 
 from msgspec import Struct
@@ -15,18 +14,16 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from preheat.core import EngineState, Outcome
-from preheat.errors import InvalidRequest, ModelError, NotFound, SettingsError
+from preheat.errors import InvalidRequest, ModelError, SettingsError
 from preheat.frontend.frontend import Frontend
 from preheat.server import answers
-from preheat.server.body import interpreted, read_json
+from preheat.server.body import interpreted, read_command
 from preheat.server.schema import FilePath, ForModel, Name, only
 from preheat.server.service import Service
-from preheat.server.status import PATIENCE
+from preheat.server.status import PATIENCE, switched
 from preheat.settings import Settings
 from preheat.utils.files import folder_below, shown
 from preheat.utils.weight_transfer import TIMEOUT, TransferGroup, announced
-
-Endpoint = Callable[[Request], Awaitable[Response]]
 
 
 class UpdateInfo(Struct, forbid_unknown_fields=True):
@@ -91,18 +88,6 @@ def check_settings(settings: Settings) -> None:
         )
 
 
-def _for_operators(endpoint: Endpoint) -> Endpoint:
-    """Wrap ``endpoint`` to raise NotFound without ``--server-dev-mode``."""
-
-    @wraps(endpoint)
-    async def guarded(request: Request) -> Response:
-        if not _service(request).settings.server_dev_mode:
-            raise NotFound("This endpoint needs a server that was started with --server-dev-mode")
-        return await endpoint(request)
-
-    return guarded
-
-
 def _service(request: Request) -> Service:
     service: Service = request.app.state.service
     return service
@@ -138,11 +123,22 @@ def _choice(request: Request, name: str, choices: tuple[str, ...]) -> str:
     return found
 
 
+def _halting(request: Request) -> str:
+    """Return the mode of a pause; vLLM's older ``wait_for_inflight_requests`` is another name of wait."""
+    mode = _choice(request, "mode", ("abort", "wait", "keep"))
+    if not switched(request, "wait_for_inflight_requests"):
+        return mode
+    if mode != "wait" and "mode" in request.query_params:
+        raise InvalidRequest(
+            f"mode is {mode}, so wait_for_inflight_requests cannot be true: leave one out", param="mode"
+        )
+    return "wait"
+
+
 def _json(body: Struct) -> Response:
     return Response(answers.encode(body), media_type="application/json")
 
 
-@_for_operators
 async def drain(request: Request) -> Response:
     """Take no more requests; with the query's wait=1 answer when the running ones have ended."""
     wait, service = _choice(request, "wait", ("0", "1")), _service(request)
@@ -153,27 +149,26 @@ async def drain(request: Request) -> Response:
     return _json(answers.Status("drained" if wait == "1" else "draining"))
 
 
-@_for_operators
 async def pause(request: Request) -> Response:
-    """Run no step until /resume; the query's mode is abort, wait or keep."""
-    await _command(request, "pause", mode=_choice(request, "mode", ("abort", "wait", "keep")))
+    """Run no step until /resume; the query's mode is abort, wait or keep. With clear_cache empty the prefix cache."""
+    mode, clears = _halting(request), switched(request, "clear_cache")
+    await _command(request, "pause", mode=mode)
+    if clears:
+        _frontend(request).reset_prefix_cache()
     return _json(answers.Status("paused"))
 
 
-@_for_operators
 async def resume(request: Request) -> Response:
     """Run steps again."""
     await _command(request, "resume")
     return _json(answers.Status("resumed"))
 
 
-@_for_operators
 async def is_paused(request: Request) -> Response:
     """Return whether steps are paused."""
     return _json(answers.Paused(_frontend(request).state.paused))
 
 
-@_for_operators
 async def sleep(request: Request) -> Response:
     """Release memory until /wake_up, at the query's level and mode."""
     level = int(_choice(request, "level", ("1", "0", "2")))
@@ -181,23 +176,20 @@ async def sleep(request: Request) -> Response:
     return _json(answers.Status("asleep"))
 
 
-@_for_operators
 async def wake_up(request: Request) -> Response:
     """Take memory again: all of it, or only the query's tags (weights, kv_cache)."""
     state = await _command(request, "wake_up", tags=request.query_params.getlist("tags"))
     return _json(answers.Status("awake" if state.sleeping is None else "asleep"))
 
 
-@_for_operators
 async def is_sleeping(request: Request) -> Response:
     """Return whether the engine sleeps."""
     return _json(answers.Sleeping(_frontend(request).state.sleeping is not None))
 
 
-@_for_operators
 async def update_weights(request: Request) -> Response:
     """Replace weights in place, from a folder or from a trainer's broadcast."""
-    body = await read_json(request, UpdateWeightsRequest)
+    body = await read_command(request, UpdateWeightsRequest)
     if (body.path is None) == (body.update_info is None):
         raise InvalidRequest(
             "give either path, a folder of files, or update_info, the tensors that a trainer sends", param="path"
@@ -212,37 +204,36 @@ async def update_weights(request: Request) -> Response:
     return _weights(await _command(request, "update_weights", **fields))
 
 
-@_for_operators
 async def init_weight_transfer_engine(request: Request) -> Response:
     """Join the group of a trainer; the trainer waits for this engine."""
-    info = (await read_json(request, InitWeightTransferRequest)).init_info
+    info = (await read_command(request, InitWeightTransferRequest)).init_info
     group = TransferGroup(*(getattr(info, name) for name in info.__struct_fields__))
     await _command(request, "init_weight_transfer_engine", group=group)
     return _json(answers.Status("joined"))
 
 
-@_for_operators
 async def start_weight_update(request: Request) -> Response:
     """Collect a trainer's tensors until /finish_weight_update."""
-    await read_json(request, StartWeightUpdateRequest, default=b"{}")
+    await read_command(request, StartWeightUpdateRequest)
     await _command(request, "start_weight_update")
     return _json(answers.Status("started"))
 
 
-@_for_operators
 async def finish_weight_update(request: Request) -> Response:
     """Replace weights in place by the tensors sent since /start_weight_update."""
-    body = await read_json(request, FinishWeightUpdateRequest, default=b"{}")
+    body = await read_command(request, FinishWeightUpdateRequest)
     return _weights(await _command(request, "finish_weight_update", version=body.weight_version or ""))
 
 
-@_for_operators
 async def get_world_size(request: Request) -> Response:
-    """Return the number of ranks that this engine has in a trainer's group."""
+    """Return the number of ranks that this engine has in a trainer's group.
+
+    The query's include_dp changes nothing, as an operator's engine has no replicas.
+    """
+    switched(request, "include_dp")
     return _json(answers.WorldSize(_service(request).settings.tensor_parallel_size))
 
 
-@_for_operators
 async def weight_info(request: Request) -> Response:
     """Return the weights' version, and the digest of the check's logits."""
     return _weights(_frontend(request).state)

@@ -31,6 +31,7 @@ PATIENCE = 1.0
 """Seconds that a client waits for news from a busy engine."""
 
 
+_TRUTH = {"true": True, "1": True, "false": False, "0": False}
 _ONLY_CHAT = ("add_generation_prompt", "continue_final_message", "chat_template_kwargs", "tools", "chat_template")
 
 
@@ -64,6 +65,14 @@ def _deep(request: Request) -> bool:
     if asked not in ("0", "1"):
         raise InvalidRequest(f"deep must be 0 or 1, not {asked!r}", param="deep")
     return asked == "1"
+
+
+def switched(request: Request, name: str) -> bool:
+    """Return whether the query says that ``name`` is true. Raises InvalidRequest for a value that is no truth value."""
+    asked = request.query_params.get(name, "false")
+    if asked.lower() not in _TRUTH:
+        raise InvalidRequest(f"{name} must be true or false, not {asked!r}", param=name)
+    return _TRUTH[asked.lower()]
 
 
 async def _audited(service: Service) -> None:
@@ -257,7 +266,12 @@ def _plain(value: Any) -> Any:
 
 
 async def reset_prefix_cache(request: Request) -> Response:
-    """Empty the prefix cache."""
+    """Empty the prefix cache, of the device and of the host, also while requests run.
+
+    The query's reset_running_requests and reset_external ask for no more, so they may be true or false.
+    """
+    for name in ("reset_running_requests", "reset_external"):
+        switched(request, name)
     if _service(request).settings.pods:
         raise InvalidRequest("A front has no prefix cache: ask its pods")
     _service(request).frontend.reset_prefix_cache()
