@@ -60,8 +60,8 @@ def test_it_is_the_reference(name, dtype):
     ("name", "config"),
     [
         ("one run", Config(4, 1, 1, 1)),
-        ("one run", Config(16, 4, 3, 2)),
-        ("several runs", Config(2, 1, 2, 4)),
+        ("one run", Config(16, 4, 0, 2)),
+        ("several runs", Config(2, 1, 3, 4)),
         ("few numbers", Config(4, 1, 4, 4)),
     ],
 )

@@ -254,12 +254,14 @@ def recur(
 ):  # fmt: skip
     """Run step 4 of the contract for some columns of a value head, and keep windows; a program has every n-th row.
 
-    With more than one of ``STAGES``, numbers of the next STAGES - 1 tokens are on their way through shared memory.
+    With more than one of ``STAGES``, numbers of the next STAGES - 1 tokens are on their way through shared memory. With
+    one, the next token's numbers are on their way while a token is computed; with none, they are read behind it.
     """
     begin(overlap)
     HEADS: tl.constexpr = KEY_HEADS * SHARE
     BLOCKS: tl.constexpr = VALUE // COLUMNS
-    DIRECT: tl.constexpr = STAGES == 1
+    DIRECT: tl.constexpr = STAGES <= 1
+    AHEAD: tl.constexpr = STAGES if STAGES > 1 else 1
     block, head = tl.program_id(0), tl.program_id(1)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     run, numbers = tl.arange(0, KEY // RUN), tl.arange(0, RUN)
@@ -284,11 +286,13 @@ def recur(
         until, write = tl.load(table + PARTS + 2 * part), tl.load(table + PARTS + 2 * part + 1)  # of the part
         state = tl.where(fresh == 0, state, 0.0)
         answers = out + (start * HEADS + head) * VALUE + column
-        for token in tl.range(0, size, num_stages=STAGES):
+        for token in tl.range(0, size, num_stages=AHEAD):
             if not DIRECT:
                 key, query, value, rate, share, cross = _find(
                     given, token, run, numbers, column, KEY_HEADS, SHARE, VALUE
                 )
+            if STAGES == 1:
+                following = _read(given, token + 1, size, run, numbers, column, KEY_HEADS, SHARE, VALUE)
             state = state * rate
             seen, answer = column_sums(state * key, state * query, LANES)
             change = (value - seen) * share
@@ -299,7 +303,9 @@ def recur(
                 part += 1
                 until = tl.load(table + PARTS + 2 * part, mask=part < last, other=0)
                 write = tl.load(table + PARTS + 2 * part + 1, mask=part < last, other=0)
-            if DIRECT:
+            if STAGES == 1:
+                key, query, value, rate, share, cross = following
+            elif DIRECT:
                 key, query, value, rate, share, cross = _read(
                     given, token + 1, size, run, numbers, column, KEY_HEADS, SHARE, VALUE
                 )
