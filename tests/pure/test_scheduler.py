@@ -17,8 +17,9 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from msgspec.structs import replace
 
 from preheat.cache_groups import WHOLE, cut
-from preheat.core import ResetPrefixCache, Resume, Schedule, StepResult, in_background
+from preheat.core import Plain, ResetPrefixCache, Resume, Schedule, StepResult, in_background
 from preheat.errors import InvalidRequest, SettingsError
+from preheat.schedule import persistent_batch
 from preheat.schedule import prefix as prefix_module
 from preheat.schedule.blocks import BlockPool
 from preheat.schedule.prefix import PrefixCache
@@ -584,7 +585,34 @@ def test_a_decoding_step_loops_over_no_rows() -> None:
     few, many = decoding(4), decoding(256)
     for scheduler in few, many:  # the control: a stop id that all of them draw ends each by itself
         scheduler.slots.stop_ids[:] = 0
+        scheduler.running.changes += 1  # stop ids are read when rows come or go
     assert calls_of(lambda: beat(many)) > calls_of(lambda: beat(few)) + 250
+
+
+def texts(stops: bool = True) -> list[bytes]:
+    """Return the blocks that four sequences leave behind, after comparing their tokens with the reference's."""
+    harness = Harness(limits())
+    harness.add(*(request(number, [number, 1], 30, stop_ids=[5] if stops else []) for number in range(4)))
+    harness.run()
+    harness.verify()
+    return harness.scheduler.pool.published_hashes()
+
+
+def test_plain_steps_end_texts_and_fill_blocks_as_others_do(monkeypatch) -> None:
+    scheduler = decoding(4)
+    assert sum(beat(scheduler).plain is not None for _ in range(4)) > 1
+    plain = texts()
+    monkeypatch.setattr(persistent_batch, "_plain", lambda running, decode: None)
+    assert texts() == plain
+
+
+def test_control_a_plain_step_without_stop_ids_or_blocks_is_noticed(monkeypatch) -> None:
+    whole = texts(stops=False)
+    monkeypatch.setattr(persistent_batch, "_plain", lambda running, decode: Plain(running.changes, frozenset()))
+    with pytest.raises(AssertionError):
+        texts()
+    monkeypatch.setattr(persistent_batch, "_filling", lambda lengths, block_size: 1_000)
+    assert len(texts(stops=False)) < len(whole)
 
 
 def test_the_check_sees_a_changed_block_table() -> None:

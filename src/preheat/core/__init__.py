@@ -65,6 +65,7 @@ from preheat.core.stats import AuditStats, GrammarStats, KvTransferStats, Stats
 from preheat.core.steps import (
     NO_PERSISTENT_BATCH,
     ImageSpan,
+    Plain,
     Schedule,
     StepImages,
     StepResult,
@@ -81,8 +82,8 @@ __all__ = [
     "Command", "Declined", "Delta", "Died", "Drain", "EngineState", "Finish", "FinishReason", "FromEngine",
     "GrammarStats", "Image", "ImageSpan", "KvTransferStats", "Leaving", "Level", "LoadAdapter", "MAX_LOGIT_BIAS",
     "MAX_LOGPROB_IDS", "MAX_PATTERN", "MAX_STOP_IDS", "NO_PERSISTENT_BATCH", "OWN_ID", "Outcome", "PIECE", "POOLS",
-    "Progress", "Ready", "RepetitionDetectionParams", "Report", "Request", "RequestOutputKind", "ResetPrefixCache",
-    "Resume", "SAMPLING_FIELDS", "SamplingField", "SamplingParams", "Schedule", "Segment", "Stats", "StepImages",
-    "StepResult", "StepStates", "StructuredOutputsParams", "Swaps", "Thinking", "ToEngine", "TokenLogprobs",
-    "Transfer", "UnloadAdapter", "Wake", "in_background", "marked", "own_states", "unmarked",
+    "Plain", "Progress", "Ready", "RepetitionDetectionParams", "Report", "Request", "RequestOutputKind",
+    "ResetPrefixCache", "Resume", "SAMPLING_FIELDS", "SamplingField", "SamplingParams", "Schedule", "Segment", "Stats",
+    "StepImages", "StepResult", "StepStates", "StructuredOutputsParams", "Swaps", "Thinking", "ToEngine",
+    "TokenLogprobs", "Transfer", "UnloadAdapter", "Wake", "in_background", "marked", "own_states", "unmarked",
 ]  # fmt: skip

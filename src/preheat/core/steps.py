@@ -62,6 +62,16 @@ def own_states(slots: np.ndarray, extend: np.ndarray) -> StepStates:
     return StepStates(np.arange(len(slots)), extend.astype(np.int64), own, own)
 
 
+class Plain(NamedTuple):
+    """The facts of steps of decoding rows that change in nothing but a token each, until one of ``stop_ids`` is drawn.
+
+    ``changes`` is the counter of the running sequences. If it differs when results come, some rows have ended.
+    """
+
+    changes: int
+    stop_ids: frozenset[int]
+
+
 @dataclass(slots=True)
 class Schedule:
     """The rows of one step.
@@ -88,14 +98,12 @@ class Schedule:
     loads: list[tuple[int, Any]] = field(default_factory=list)  # adapters to load before the step, each with its slot
     transfers: tuple[Transfer, ...] = ()  # copies between host and device before it
     states: StepStates | None = None  # None: each row reads and writes its own state slot, if layers have states
+    plain: Plain | None = None  # None: more than a token of each row may change
     ends: np.ndarray = field(init=False)  # int32 [rows], the position after each row's last token
+    rows: int = field(init=False)
 
     def __post_init__(self) -> None:
-        self.ends = self.first + self.extend
-
-    @property
-    def rows(self) -> int:
-        return len(self.slots)
+        self.ends, self.rows = self.first + self.extend, len(self.slots)
 
     @property
     def tokens(self) -> int:

@@ -67,6 +67,7 @@ class BlockPool:
             raise ValueError(f"a pool needs 2 blocks of 1 token at least, got {num_blocks} blocks of {block_size}")
         self.num_blocks, self.block_size = num_blocks, block_size
         self.refs = np.zeros(num_blocks, np.int32)
+        self.changes = 0  # of references
         self._blank = list(range(1, num_blocks))  # a heap
         self._cached: OrderedDict[bytes, None] = OrderedDict()  # hashes of free blocks, least recently used first
         self._block_of: dict[bytes, int] = {}
@@ -96,6 +97,7 @@ class BlockPool:
         blocks = [heapq.heappop(self._blank) for _ in range(blank)]
         blocks += [self._evict() for _ in range(count - blank)]
         self.refs[blocks] = 1
+        self.changes += 1
         return blocks
 
     def share(self, blocks: Ids[int]) -> None:
@@ -105,6 +107,7 @@ class BlockPool:
             if not self.refs[block] and block_hash is not None:
                 del self._cached[block_hash]
             self.refs[block] += 1
+        self.changes += 1
 
     def release(self, blocks: Ids[int], *, first: bool = False) -> None:
         """Drop one reference to each of a sequence's ``blocks``, in the sequence's order.
@@ -112,6 +115,7 @@ class BlockPool:
         The last ones are evicted first: a prefix is worth more than its continuation. With ``first`` they are evicted
         before all other cached blocks.
         """
+        self.changes += 1
         for block in reversed(blocks):
             if self.refs[block] < 1:
                 raise RuntimeError(f"block {block} released more often than referenced")
@@ -162,6 +166,7 @@ class BlockPool:
         ``pairs`` is [n, 2], no id twice. ``moved`` [num_blocks] maps old ids to new. The order of eviction, kept by
         hash, does not change.
         """
+        self.changes += 1
         self.refs[pairs] = self.refs[pairs[:, ::-1]]
         self._blank = np.sort(moved[np.fromiter(self._blank, np.int32, len(self._blank))]).tolist()  # sorted is a heap
         hashes = self._hash_of

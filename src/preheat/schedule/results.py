@@ -62,6 +62,9 @@ def process_results(
     """
     if result.tokens.shape != (schedule.total_sampled,):
         raise ValueError(f"{result.tokens.shape} tokens for {schedule.total_sampled} sampled positions")
+    if (delta := _plain(running, schedule, result)) is not None:
+        totals.generation_tokens += len(delta.tokens)
+        return delta
     slots, live = running.slots, _live(running, schedule)
     kept, ends = _kept_tokens(slots, schedule, result, live)
     corrupted: dict[int, Finish] = {}
@@ -104,6 +107,27 @@ def process_results(
     if ended:
         running.stop(kept.slots[list(ended)].tolist())
     return delta
+
+
+def _plain(running: RunningSequences, schedule: Schedule, result: StepResult) -> Delta | None:
+    """Write a token of each row, and return the outcome of a step that changed nothing else.
+
+    None, with nothing written: more may have changed.
+    """
+    plain = schedule.plain
+    if plain is None or plain.changes != running.changes or schedule.persistent_batch != running.begun:
+        return None
+    tokens = result.tokens.tolist()
+    if min(tokens) < 0 or not plain.stop_ids.isdisjoint(tokens):
+        return None
+    running.slots.tokens[schedule.slots, schedule.ends] = result.tokens
+    return Delta(
+        ids=schedule.ids.tolist(),
+        tokens=tokens,
+        logprobs=result.logprobs,
+        digests=result.digests,
+        started=schedule.started,
+    )
 
 
 def _corrupted(schedule: Schedule, result: StepResult, live: np.ndarray, kept: _Tokens) -> np.ndarray:

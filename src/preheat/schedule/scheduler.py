@@ -115,6 +115,7 @@ class Scheduler:
         self.images = EncoderCache(limits.max_images, limits.image_tokens) if limits.image_tokens else None
         self.waiting = WaitingQueue()
         self._defrag_threshold = defrag_threshold
+        self._scattered = 0, False  # by the changes of the pool
         self._watermark = int(WATERMARK * self.pool.num_usable)
         self._max_prefills = limits.max_num_prefill_seqs or limits.max_num_seqs
         self.forget()
@@ -205,7 +206,11 @@ class Scheduler:
     @property
     def scattered(self) -> bool:
         """Whether :meth:`compact` has blocks to move; a step may be in flight."""
-        return self._defrag_threshold is not None and defrag.is_due(self.pool, self._defrag_threshold)
+        if self._defrag_threshold is None:
+            return False
+        if self._scattered[0] != self.pool.changes:
+            self._scattered = self.pool.changes, defrag.is_due(self.pool, self._defrag_threshold)
+        return self._scattered[1]
 
     def compact(self) -> Swaps | None:
         """Return the swaps that bring scattered blocks together, or None.
@@ -261,13 +266,18 @@ class Scheduler:
         Pack it before scheduling another. Returns None when nothing can run now: with nothing in flight that means
         :attr:`idle`, otherwise the oldest results must be processed first.
         """
-        try:
-            step = self._compose()
-        except _MustWait:
-            return None
-        if not len(step.decode) + len(step.prefill):
-            return None
-        schedule = self._book(step)
+        if self.drafting is not None:
+            batch = self._last_batch()
+            self.drafting.begin(int((self._due() == 1).sum()) if batch is None else len(batch.slots))
+        schedule = self._again()
+        if schedule is None:
+            try:
+                step = self._compose()
+            except _MustWait:
+                return None
+            if not len(step.decode) + len(step.prefill):
+                return None
+            schedule = self._book(step)
         schedule.loads = self.adapters.take_loads()
         if self.pool.tier is not None:
             schedule.transfers = self.pool.tier.take_transfers()
@@ -313,10 +323,10 @@ class Scheduler:
         """
         totals = self._totals
         totals.running, totals.waiting, totals.blocks_used = len(self.running), len(self.waiting), self.pool.num_used
-        places = self.drafting.proposer.num_speculative_tokens if self.drafting else 0
-        totals.accepted_per_pos += [0] * (places - len(totals.accepted_per_pos))
         found = copy(totals)
-        found.accepted_per_pos = totals.accepted_per_pos.copy()
+        if self.drafting is not None:
+            places = self.drafting.proposer.num_speculative_tokens
+            found.accepted_per_pos = totals.accepted_per_pos + [0] * (places - len(totals.accepted_per_pos))
         return found
 
     def serves(self, lora_name: str) -> bool:
@@ -331,14 +341,20 @@ class Scheduler:
         """
         self.running.check()
 
+    def _again(self) -> Schedule | None:
+        """Return the last step's rows, one token further; None where more may change."""
+        batch = self._last_batch()
+        if batch is None or batch.plain is None or batch.room < 1 or self.waiting or self._drafts:
+            return None
+        schedule = batch.step(self.running, {})
+        self._move(schedule.slots, schedule.ends)
+        return schedule
+
     def _compose(self) -> NextStep:
         """Return the next step: choose its rows and allocate their blocks."""
         if self.waiting and self.running and self.running.last.yields:
             self._make_way()
         self._hurries = self.waiting.resumes
-        if self.drafting is not None:
-            batch = self._last_batch()
-            self.drafting.begin(int((self._due() == 1).sum()) if batch is None else len(batch.slots))
         step = self._decoding() if self.mixed_steps else NextStep(np.zeros(0, np.int64))
         self._continue_prefills(step)
         self._admit(step)
@@ -359,17 +375,23 @@ class Scheduler:
         if self.running.states is not None:
             schedule.states = self.running.states.book(schedule, self.running)
         rows, ends = schedule.slots, schedule.ends
-        slots.cached_len[rows] = ends
         if schedule.num_decode < schedule.rows:
+            slots.cached_len[rows] = ends
             one = schedule.num_sampled == 1
             rows, ends = rows[one], ends[one]
-        slots.tokens[rows, ends] = UNSEEN
-        slots.device_len[rows] = ends + 1
+        self._move(rows, ends)
         for slot, drafts in step.drafts.items():
             end = int(slots.cached_len[slot])
             slots.tokens[slot, end - len(drafts) : end] = drafts
             slots.device_len[slot] = end
         return schedule
+
+    def _move(self, rows: np.ndarray, ends: np.ndarray) -> None:
+        """Count the tokens of ``rows`` up to ``ends`` as computed, and a sampled one as known."""
+        slots = self.slots
+        slots.cached_len[rows] = ends
+        slots.tokens[rows, ends] = UNSEEN
+        slots.device_len[rows] = ends + 1
 
     def _schedule_of(self, step: NextStep) -> Schedule:
         """Return ``step`` in the packer's form."""

@@ -61,7 +61,7 @@ class WaitingQueue(dict[int, Sequence]):
     @property
     def resumes(self) -> bool:
         """Whether the next sequence in rank resumes, so that its client has waited longest."""
-        first = self.first()
+        first = self.first() if self else None
         return first is not None and first.rank[1] < 0
 
     def clear(self) -> None:
