@@ -76,6 +76,7 @@ class LLM(OfflineClient):
         frontend = boot_front(settings, transport.send, metrics)
         self.loop = boot_engine(settings, transport)
         super().__init__(frontend, self.loop, transport)
+        transport.on_put = None
         self._receive()
         self.frontend.check_blocked()
         if not settings.skip_warmup:

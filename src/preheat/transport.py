@@ -45,7 +45,7 @@ class InlineTransport:
     """Both ends in one process: copies nothing, never waits. ``on_put`` is called with each message of the engine."""
 
     def __init__(self, on_put: Callable[[FromEngine], None] | None = None) -> None:
-        self._on_put = on_put
+        self.on_put = on_put
         self._to_engine: deque[ToEngine] = deque()
         self._to_front: deque[FromEngine] = deque()
 
@@ -60,8 +60,8 @@ class InlineTransport:
 
     def put(self, message: FromEngine) -> None:
         self._to_front.append(message)
-        if self._on_put is not None:
-            self._on_put(message)
+        if self.on_put is not None:
+            self.on_put(message)
 
     def waker(self) -> Callable[[], None]:
         """Return a function that does nothing, since :meth:`take` never waits."""

@@ -46,7 +46,10 @@ class Admission:
     @property
     def pending(self) -> bool:
         """Whether an adapter is being read, a block pulled or a grammar compiled."""
-        return any(service.pending for service in self._services)
+        for service in (self._adapters, self.pulls, self._grammars):
+            if service is not None and not isinstance(service, str) and service.pending:
+                return True
+        return False
 
     def add(self, request: Request) -> None:
         """Accept a request, or reject one that cannot be served."""

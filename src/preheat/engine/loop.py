@@ -361,6 +361,8 @@ class Loop:
     def take(self, timeout: float | None) -> None:
         """Handle messages from the transport."""
         messages = self.transport.take(timeout)
+        if not messages:
+            return
         for message in messages:
             match message:
                 case Request():
@@ -384,10 +386,9 @@ class Loop:
                     if message.now:
                         self.scheduler.cancel_all()
                         self.admission.cancel_all()
-        if messages:
-            self.control.proceed()
-            if self.scheduler.pool.events is not None:  # events of a reset or a command
-                self.scheduler.pool.events.flush()
+        self.control.proceed()
+        if self.scheduler.pool.events is not None:  # events of a reset or a command
+            self.scheduler.pool.events.flush()
         told = any(not isinstance(each, Wake) for each in messages)
         if told and self.idle:  # no step will report the end of the last requests
             self.transport.put(Delta(stats=self._stats()))

@@ -62,11 +62,6 @@ class Layout:
     def words(self) -> int:
         return self.lists_at[-1]
 
-    @property
-    def places_at(self) -> int:
-        """First word of the places."""
-        return self.tokens_at + 3 * self.tokens
-
     def pieces(self, used: Sequence[int]) -> list[slice]:
         """Return the parts that hold a step.
 

@@ -140,6 +140,7 @@ class Packer:
         self._rows: _Rows | None = None
         self._work: _Work | None = None
         self._written: list[_Work | None] = [None] * HOST_COPIES
+        self._columns: list[tuple[Layout, list[np.ndarray]] | None] = [None] * HOST_COPIES
 
     def pack(self, schedule: Schedule) -> InputBatch:
         """Pack every row's next ``extend`` tokens.
@@ -152,11 +153,12 @@ class Packer:
         rows = self._rows = self._rows_of(schedule)
         work = self._work = self._work_of(schedule, rows, bucket, layout)
         before, self._written[turn] = self._written[turn], None  # after an error the copy's content is unknown
+        columns = self._columns_of(turn, words, layout)
         if before is None or before.rows is not rows or before.bucket != bucket:
-            self._write_rows(words, layout, schedule, rows)
+            self._write_rows(words, columns, schedule, rows)
         if before is not work:
             _write_work(words, layout, work.work)
-        self._write_tokens(words, layout, schedule, rows)
+        self._write_tokens(columns, schedule, rows)
         self.buffers.attention.write(turn, slots)
         self._written[turn] = work
         return InputBatch(
@@ -254,13 +256,21 @@ class Packer:
         pieces = layout.pieces([len(entries) for entries in work.lists])
         return _Work(rows, bucket, first + work.steady, work, pieces)
 
-    def _write_rows(self, words: np.ndarray, layout: Layout, schedule: Schedule, rows: _Rows) -> None:
+    def _columns_of(self, turn: int, words: np.ndarray, layout: Layout) -> list[np.ndarray]:
+        """Return views of the tokens, slots and positions of host copy ``turn``, and of the tokens' places."""
+        kept = self._columns[turn]
+        if kept is None or kept[0] is not layout:
+            columns = list(words[layout.tokens_at : layout.lists_at[0]].reshape(-1, layout.tokens))
+            kept = self._columns[turn] = layout, columns
+        return kept[1]
+
+    def _write_rows(self, words: np.ndarray, columns: list[np.ndarray], schedule: Schedule, rows: _Rows) -> None:
         """Write each token's slot, and the indices of sampled tokens.
 
         The rest is padding.
         """
         count, size = int(rows.ends[-1]), rows.sampling_size
-        tokens, slots, positions, *places = words[layout.tokens_at : layout.lists_at[0]].reshape(-1, layout.tokens)
+        tokens, slots, positions, *places = columns
         slots[:count] = schedule.slots.repeat(schedule.extend)
         for each in (tokens, positions, *places):
             each[count:] = 0
@@ -269,10 +279,10 @@ class Packer:
         sampled[:wanted] = rows.sampled_tokens
         sampled[wanted:] = 0
 
-    def _write_tokens(self, words: np.ndarray, layout: Layout, schedule: Schedule, rows: _Rows) -> None:
+    def _write_tokens(self, columns: list[np.ndarray], schedule: Schedule, rows: _Rows) -> None:
         """Write each token's id and position."""
-        count = int(rows.ends[-1])
-        tokens, slots, positions, *_ = words[layout.tokens_at : layout.lists_at[0]].reshape(-1, layout.tokens)
+        tokens, slots, positions, *places = columns
+        count = schedule.rows if schedule.num_decode == schedule.rows else int(rows.ends[-1])
         if count == schedule.rows:
             positions[:count] = schedule.first
             tokens[:count] = self.slots.tokens[schedule.slots, self._read(schedule.first)]
@@ -283,18 +293,19 @@ class Packer:
             for row, first, last, source in schedule.images.spans:
                 at = int(rows.ends[row] - schedule.ends[row]) + first
                 tokens[at : at + last - first] = image_ids(source, last - first)
-        if layout.places:
-            places = words[layout.places_at : layout.lists_at[0]].reshape(-1, layout.tokens)
-            places[:, :count] = positions[:count] + self.slots.shift[slots[:count]]
+        if places:
+            for each in places:
+                each[:count] = positions[:count] + self.slots.shift[slots[:count]]
             self._write_places(places, schedule, rows)
 
-    def _write_places(self, places: np.ndarray, schedule: Schedule, rows: _Rows) -> None:
+    def _write_places(self, places: list[np.ndarray], schedule: Schedule, rows: _Rows) -> None:
         """Write the places of tokens before the end of their prompt's last image."""
         for row in range(schedule.num_decode, schedule.rows):
             own = self.slots.places.get(int(schedule.slots[row]))
             if own is not None and (known := own[:, schedule.first[row] : schedule.ends[row]]).size:
                 at = int(rows.ends[row] - schedule.extend[row])
-                places[:, at : at + known.shape[1]] = known
+                for each, values in zip(places, known, strict=True):
+                    each[at : at + len(values)] = values
 
     def _read(self, positions: np.ndarray) -> np.ndarray:
         """Return the positions of the tokens that are read at ``positions``.

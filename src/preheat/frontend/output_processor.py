@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Callable
 
 from preheat.core import Cancel, Delta, Finish, ToEngine
@@ -64,22 +63,20 @@ class OutputProcessor:
         """Process all rows of one step. This is the hot path."""
         now = time.monotonic()
         choices, ends, logprobs = self.choices, delta.finished, delta.logprobs
-        before: list[float] = []  # the time of each choice's previous token
+        before: dict[float, int] = {}  # choices by the time of their previous token, in most steps a single one
+        received = 0
         if delta.started:
             self._process_started(delta, now)
-        self._process_digests(delta)
-        for id, entries in delta.prompt_logprobs.items():
-            if choice := choices.get(id):
-                choice.state.prompt_logprobs.extend(entries)
+        if delta.digests or delta.prompt_logprobs:
+            self._process_logits(delta)
         for place, (id, token) in enumerate(zip(delta.ids, delta.tokens, strict=True)):
             choice = choices.get(id)
             if choice is None:  # ended here, and the engine does not know yet
                 continue
-            times = choice.times
+            times, received = choice.times, received + 1
             if times.last:
-                before.append(times.last)
+                before[times.last] = before.get(times.last, 0) + 1
             else:
-                self.metrics.generation_tokens += 1
                 self.metrics.first_token.observe(now - times.arrived)
                 choice.state.first_token_at = choice.state.first_token_at or now
                 times.first = now
@@ -95,8 +92,8 @@ class OutputProcessor:
                 self._end(choice, "repetition", REPEATED)
             elif end is None and choice.state.stream and choice.has_delta:
                 _notify(choice.state)
-        self.metrics.generation_tokens += len(before)
-        for at, count in Counter(before).items():  # few times: most choices had their previous token in the same step
+        self.metrics.generation_tokens += received
+        for at, count in before.items():
             self.metrics.inter_token.observe(now - at, count)
         for id, end in ends.items():
             if choice := choices.get(id):
@@ -111,8 +108,11 @@ class OutputProcessor:
                 self._send(Cancel(choice.id))
                 self._end(choice, reason)
 
-    def _process_digests(self, delta: Delta) -> None:
-        """Give the digests of logits to the choices that get receipts."""
+    def _process_logits(self, delta: Delta) -> None:
+        """Give prompts their log-probabilities, and the digests of logits to the choices that get receipts."""
+        for id, entries in delta.prompt_logprobs.items():
+            if choice := self.choices.get(id):
+                choice.state.prompt_logprobs.extend(entries)
         for place, digest in delta.digests.items():
             if (choice := self.choices.get(delta.ids[place])) and choice.proof is not None:
                 choice.proof.digests.append(digest)

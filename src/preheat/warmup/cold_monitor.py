@@ -10,7 +10,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import WeakSet
 
 from preheat.backends.base.attention import AttentionWork
@@ -44,25 +44,28 @@ class _Hits:
     steps: int = 0
 
 
-class _Like(NamedTuple):
-    """Parts of a step that the next step of the same rows shares: its programs are the same then."""
+@dataclass(slots=True)
+class _Last:
+    """The last known step of programs of tokens alone: a step of the same rows runs the same programs.
+
+    ``steps`` of the same rows are not yet counted among ``hits``, and in the traffic.
+    """
 
     work: AttentionWork
     bucket: Bucket
-    sampled: int
     level: Level
+    tokens: int
+    hits: _Hits
+    steps: int = 0
 
-    @classmethod
-    def of(cls, batch: InputBatch) -> _Like | None:
-        """Return the parts of ``batch``, None if the step runs more than the programs of its tokens."""
-        schedule = batch.schedule
-        if schedule.images is not None or schedule.transfers:
-            return None
-        return cls(batch.work, batch.bucket, batch.sampling_size, batch.sampling.level)
-
-    def same(self, other: _Like) -> bool:
-        """Return whether ``other`` is a step of the same rows."""
-        return self.work is other.work and self[1:] == other[1:]
+    def goes_on(self, batch: InputBatch) -> bool:
+        """Return whether ``batch`` is a step of the same rows."""
+        return (
+            batch.work is self.work
+            and batch.bucket is self.bucket
+            and batch.sampling.level is self.level
+            and not batch.schedule.transfers
+        )
 
 
 class ColdMonitor:
@@ -83,7 +86,7 @@ class ColdMonitor:
         self._drafted = drafted
         self._record, self.on_cold, self._sources = record, on_cold, sources
         self._hits: dict[Programs, _Hits] = {}
-        self._last: tuple[_Like, _Hits] | None = None  # of the last step that was known
+        self._last: _Last | None = None
         self._traffic: dict[tuple[str, int], int] = defaultdict(int)  # steps by phase and tokens
         entries = record.by_name()
         self._plan = plan
@@ -103,20 +106,27 @@ class ColdMonitor:
 
         Raises ColdStep, naming the sources, if anything was cold and ``on_cold`` is raise.
         """
-        if isinstance(event, InputBatch):
-            self._traffic[event.bucket.phase, event.schedule.tokens] += 1
-        if self.on_cold == "off":
-            return
-        like = _Like.of(event) if isinstance(event, InputBatch) and self._drafted is None else None
-        if like is not None and self._last is not None and like.same(self._last[0]):
-            self._last[1].steps += 1
+        if self._last is not None and isinstance(event, InputBatch) and self._last.goes_on(event):
+            self._last.steps += 1
             events = self._sources.new_events()
         else:
-            events = self._looked_up(event, like)
+            self._settle()
+            if isinstance(event, InputBatch):
+                self._traffic[event.bucket.phase, event.schedule.tokens] += 1
+            if self.on_cold == "off":
+                return
+            events = self._looked_up(event)
         if events:
             self._report(events)
 
-    def _looked_up(self, event: InputBatch | Swaps, like: _Like | None) -> list[tuple[str, str]]:
+    def _settle(self) -> None:
+        """Count the steps of the last rows."""
+        if (last := self._last) is not None:
+            last.hits.steps += last.steps
+            self._traffic[last.bucket.phase, last.tokens] += last.steps
+            self._last = None
+
+    def _looked_up(self, event: InputBatch | Swaps) -> list[tuple[str, str]]:
         """Count a step by its programs, and return its cold events."""
         programs = programs_of(event)
         if self._drafted is not None:
@@ -124,10 +134,11 @@ class ColdMonitor:
         hits = self._hits.get(programs)
         events = self._sources.new_events()
         if hits is None:
-            self._last = None
             return self._first(programs) + events
         hits.steps += 1
-        self._last = None if like is None else (like, hits)
+        if isinstance(event, InputBatch) and self._drafted is None and event.schedule.images is None:
+            level, tokens = event.sampling.level, event.schedule.tokens
+            self._last = _Last(event.work, event.bucket, level, tokens, hits)
         return events
 
     def forget(self) -> None:
@@ -140,6 +151,7 @@ class ColdMonitor:
     @property
     def record(self) -> Record:
         """The record, with all steps counted until now."""
+        self._settle()
         for hits in self._hits.values():
             for entry in hits.entries:
                 entry.hits += hits.steps

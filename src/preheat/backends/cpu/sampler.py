@@ -16,7 +16,10 @@ from preheat.ops.sampler import HostSampler
 from preheat.ops.sampling import SamplingInput, words_of
 
 Draw = Callable[[np.ndarray, SamplingInput], np.ndarray | None]
-"""A function that draws from float32 logits [rows, vocab] as :class:`HostSampler` does, or returns None."""
+"""A function that draws from float32 logits [rows, vocab] as :class:`HostSampler` does, or returns None.
+
+Rows beyond the step's size are left out.
+"""
 
 
 class CpuSampler:
@@ -45,9 +48,9 @@ class CpuSampler:
         step = self._step
         if logits.dtype != torch.float32 or self._given is None or logits is not self._given[0]:
             self._given = logits, _array(logits)
-        given = self._given[1][: step.size]
-        drawn = self._draw(given, step)
+        drawn = self._draw(self._given[1], step)
         if drawn is None:
+            given = self._given[1][: step.size]
             tokens = self._host.sample(torch.from_numpy(given), step, self._masks).numpy()
             drawn = marked(tokens, finite_rows(given))
         self._tokens = drawn

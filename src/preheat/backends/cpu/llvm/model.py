@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache, cached_property
 from itertools import chain
+from operator import is_
 from pathlib import Path
 from typing import Any, cast
 from weakref import WeakKeyDictionary
@@ -81,6 +82,7 @@ class Functions:
         self._final(_packed(final_norm), limits.max_sampled)
         self._jobs, self._ends = _list_of(2 * len(layers)).reshape(-1, 2, JOB_WORDS), _list_of(3)
         self._whole = _list_of(2 * len(layers) + 3)
+        self._pointed: tuple[tuple[Tensor, ...], object] = (), None  # the tensors and the head of the whole list
         self._listed, self._ended, self._started = (each.ctypes.data for each in (self._jobs, self._ends, self._whole))
         self._heads, self._alone_names = (
             dict[Linear, tuple[str, int]](),
@@ -278,15 +280,23 @@ class Functions:
         """See :class:`preheat.backends.base.functions.LayerFunctions`."""
         if (found := self._heads.get(head)) is None or self._adapters.adapted:
             return None
-        team, whole = self.team, self._whole
+        team = self.team
         team.set("adapted", 0)
         team.set("slots", self._adapters.address)
-        whole[0, _X], whole[0, _ROWS] = residual.data_ptr(), min(self.attention.rows, residual.shape[0])
-        whole[-4, _ROWS], self._last[_TAKEN] = index.shape[0], index.data_ptr()
-        name, frame = found
-        whole[-1, :2], whole[-1, _ATTENDED] = (self._address(name), frame), logits.data_ptr()
-        team.post(self._started, len(whole))
+        self._list((residual, index, logits), found)
+        self._whole[0, _ROWS], self._last[_TAKEN] = min(self.attention.rows, residual.shape[0]), index.data_ptr()
+        team.post(self._started, len(self._whole))
         return self._of_attended(residual.shape[0])
+
+    def _list(self, tensors: tuple[Tensor, Tensor, Tensor], head: tuple[str, int]) -> None:
+        """Point the listed jobs of a step to its residual stream, sampled tokens and logits, and to ``head``."""
+        residual, index, logits = tensors
+        known, of = self._pointed
+        if head is of and all(map(is_, tensors, known)):
+            return
+        self._pointed, whole = (tensors, head), self._whole
+        whole[0, _X], whole[-4, _ROWS] = residual.data_ptr(), index.shape[0]
+        whole[-1, :2], whole[-1, _ATTENDED] = (self._address(head[0]), head[1]), logits.data_ptr()
 
     def wait(self) -> None:
         """See :class:`preheat.backends.base.functions.LayerFunctions`."""

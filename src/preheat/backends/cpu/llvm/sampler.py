@@ -51,6 +51,7 @@ class Draws:
         self._addresses = tuple(each.ctypes.data for each in (self._settings, self._tokens, self._tail))
         self._duplicates = duplicates
         self._kept: np.ndarray | None = None
+        self._logits: tuple[np.ndarray, int] | None = None  # the last ones, and their address
         self._filtered: list[tuple[int, Filter]] = []
         self._found, self._near = zeros(WINDOW, np.int64), zeros(WINDOW, np.float32)
         self._own = zeros(rows * SETTINGS, np.uint32).reshape(rows, SETTINGS)  # of filtered rows
@@ -77,18 +78,20 @@ class Draws:
         self.code  # noqa: B018 - a property with an effect
 
     def __call__(self, logits: np.ndarray, step: SamplingInput) -> np.ndarray | None:
-        """Return a token for each row of ``logits`` float32 [rows, vocab].
+        """Return a token for each of the step's rows of ``logits`` float32 [rows, vocab].
 
         None: a row has penalties, edits or a mask, or no finite maximum; the reference sampler draws.
         """
         if step.level is Level.FULL or not logits.flags.c_contiguous:
             return None
-        count, vocab = logits.shape
+        count, vocab = step.size, logits.shape[1]
+        if self._logits is None or logits is not self._logits[0]:
+            self._logits = logits, logits.ctypes.data
         if step.random is not None:
             self._describe(step.random, vocab)
         elif self._kept is not None:
             self._settings[:, 0], self._kept, self._filtered = 0, None, []
-        if self._draw(logits.ctypes.data, vocab, count, *self._addresses):
+        if self._draw(self._logits[1], vocab, count, *self._addresses):
             return None
         for row, how in self._filtered:
             self._tokens[row] = self._among(logits, row, how)
