@@ -123,6 +123,10 @@ def test_scores_and_ranks(embedder: Server) -> None:
         answer = embedder.post(path, {"text_1": TEXTS[0], "text_2": TEXTS[1:]}).json
         assert [item["score"] for item in answer["data"]] == pytest.approx([float(one @ other) for other in others])
     body = {"query": TEXTS[1], "documents": [TEXTS[0], TEXTS[1], TEXTS[2]], "top_n": 2}
+    whole = embedder.post("/v2/rerank", body | {"max_tokens_per_doc": 4096}).json["results"]  # Haystack's default
+    assert whole == embedder.post("/v2/rerank", body).json["results"]
+    for most, count in ((0, 3), (9, 3), (None, 3), (1, 1)):
+        assert len(embedder.post("/v2/rerank", body | {"top_n": most}).json["results"]) == count
     for path in ("/rerank", "/v1/rerank", "/v2/rerank"):
         results = embedder.post(path, body).json["results"]
         assert len(results) == 2
@@ -155,6 +159,31 @@ REFUSED = [
     ("/classify", {"input": "x"}, None, "no head for classes"),
     ("/v1/score", {"text_1": ["a", "b"], "text_2": ["c"]}, "text_1", "cannot be paired"),
     ("/v1/rerank", {"query": "a", "documents": []}, "documents", "empty"),
+    *(("/v1/embeddings", {"input": "x", "dimensions": size}, "dimensions", "dimensions") for size in (0, -1, 10**9)),
+    *(
+        ("/v1/embeddings", {"input": "x", "truncate_prompt_tokens": size}, "truncate_prompt_tokens", said)
+        for size, said in ((0, "-1 or above 0"), (-2, "between -1 and"), (10**12, "between -1 and"), (701, "lower it"))
+    ),
+    ("/embed", {"inputs": ["x"] * 3000}, "inputs", "inputs must hold 1 to 2048"),
+    ("/embed", {"inputs": ["x", [10**6]]}, "inputs[1]", "inputs[1] has token id"),
+    ("/embed", {"inputs": "x", "prompt_name": "poem"}, "prompt_name", "prompt_name must be one of query, passage"),
+    (
+        "/similarity",
+        {"inputs": {"source_sentence": "x", "sentences": ["x", "x " * 2000]}},
+        "inputs.sentences[1]",
+        "700",
+    ),
+    ("/score", {"text_1": "x", "text_2": ["x"] * 3000}, "text_2", "3001 texts, but at most 2048"),
+    ("/score", {"queries": ["x", "x " * 2000], "documents": ["x", "y"]}, "queries[1]", "queries[1]: This model's"),
+    ("/score", {"text_1": ["a"], "documents": ["b"]}, "text_1", "Give two sides"),
+    ("/score", {"text_1": ["a", "b"], "text_2": ["c", "d", "e"]}, "text_1", "2 texts cannot be paired with 3"),
+    ("/v2/rerank", {"query": "x", "documents": ["y"], "top_n": -1}, "top_n", "not be negative"),
+    ("/v2/rerank", {"query": "x", "documents": ["y", "x " * 2000]}, "documents[1]", "documents[1]: This model's"),
+    ("/v2/rerank", {"query": "x " * 2000, "documents": ["y"]}, "query", "query: This model's"),
+    ("/v2/rerank", {"query": "x", "documents": [{"title": "y"}]}, "documents[0].text", "Missing"),
+    ("/v2/rerank", {"query": "x", "documents": ["y"] * 3000}, "documents", "3001 texts"),
+    ("/rerank", {"query": "x", "texts": ["y"]}, None, "it reads no pairs"),
+    ("/predict", {"inputs": "x"}, None, "no head for classes"),
     ("/v1/completions", {"prompt": "x"}, None, "does not support Completions API"),
     ("/v1/chat/completions", {"messages": [{"role": "user", "content": "x"}]}, None, "Chat Completions API"),
     ("/v1/responses", {"input": "x"}, None, "Responses API"),

@@ -46,10 +46,13 @@ def asked_of(kind: PoolingType, truncate: int | None, side: str | None) -> Sampl
 
     The report covers one token, or all tokens of the prompt; the prefix cache then serves none of them. With the
     ``kind`` ALL each token has a vector. A single token is sampled and not shown. ``truncate`` is
-    ``truncate_prompt_tokens``, ``side`` is ``truncation_side``.
+    ``truncate_prompt_tokens``, ``side`` is ``truncation_side``. Raise InvalidRequest if no text can be cut so.
     """
     pool = POOLS.index(kind) if kind in POOLS else None
-    return replace(_LAST, prompt_logprobs=pool, truncate_prompt_tokens=truncate, truncation_side=side)
+    try:
+        return replace(_LAST, prompt_logprobs=pool, truncate_prompt_tokens=truncate, truncation_side=side)
+    except ValueError as error:
+        raise InvalidRequest(str(error), param="truncate_prompt_tokens") from error
 
 
 def check_dimensions(pooling: Pooling, dimensions: int | None) -> None:
@@ -203,8 +206,8 @@ KINDS: Mapping[str, tuple[str, ...]] = {
 """Other names of the kinds of texts, as clients of other services write them."""
 
 
-def prompt_of(pooling: Pooling, kind: str) -> str | None:
-    """Return the prefix that the model puts before texts of a ``kind``.
+def prompt_of(pooling: Pooling, kind: str, param: str = "input_type") -> str | None:
+    """Return the prefix that the model puts before texts of a ``kind``, which the field ``param`` names.
 
     None if the model has no prefixes. Raises InvalidRequest for an unknown kind.
     """
@@ -213,7 +216,7 @@ def prompt_of(pooling: Pooling, kind: str) -> str | None:
     for name in (kind, *KINDS.get(kind, ())):
         if name in pooling.prompts:
             return pooling.prompts[name]
-    raise InvalidRequest(f"input_type must be one of {', '.join(pooling.prompts)}, got {kind!r}", param="input_type")
+    raise InvalidRequest(f"{param} must be one of {', '.join(pooling.prompts)}, got {kind!r}", param=param)
 
 
 def print_embeddings(embeds: Sequence[float], prefix: str = "Embeddings") -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import base64
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from functools import partial
 from typing import Any
 
@@ -44,6 +43,7 @@ from preheat.server.ignored import ignore
 from preheat.server.middleware import request_id
 from preheat.server.params import prepared
 from preheat.server.stream import WholeWriter
+from preheat.server.text_fields import INPUT, Field, renamed
 from preheat.utils.pooling import Pooling
 
 FLOAT_LE = np.dtype("<f4")
@@ -88,12 +88,15 @@ def _of_kind(request: Request, own: Pooling, body: EmbeddingRequest) -> str | li
 
 async def embedded_states(
     request: Request, frontend: Frontend, body: Texts, given: str | Sequence[str | int | list[int]], *,
-    of_tokens: bool = False,
+    of_tokens: bool = False, field: Field = INPUT,
 ) -> list[RequestState]:  # fmt: skip
-    """Return the checked requests for the embeddings of the ``given`` texts, or of their tokens."""
+    """Return the checked requests for the embeddings of the ``given`` texts, or of their tokens.
+
+    ``field`` has the names of the texts in errors.
+    """
     own = frontend.pooling_of("Embeddings API")
     check_dimensions(own, body.dimensions)
-    with as_input():
+    with renamed(field):
         params = frontend.asked_of(own, body.truncate_prompt_tokens, body.truncation_side, of_tokens=of_tokens)
         prompts = await interpreted(
             request, partial(listed, frontend, given if isinstance(given, str) else list(given), params.params)
@@ -102,18 +105,6 @@ async def embedded_states(
             request, prompts, params, add_special_tokens=body.add_special_tokens is not False,
             cache_salt=body.cache_salt or "", priority=body.priority or 0, cap_length=True,
         )  # fmt: skip
-
-
-@contextmanager
-def as_input() -> Iterator[None]:
-    """Rename ``prompt`` to ``input`` in errors, after the field of these bodies."""
-    try:
-        yield
-    except InvalidRequest as error:
-        if not (error.param or "").startswith("prompt"):
-            raise
-        name = f"input{(error.param or '').removeprefix('prompt')}"
-        raise type(error)(error.message.replace(error.param or "", name, 1), param=name) from error
 
 
 class PooledWriter(WholeWriter):

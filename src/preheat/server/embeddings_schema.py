@@ -96,16 +96,17 @@ class ScoreRequest(Activated, kw_only=True):
     data_1: SomeTexts | None = None
     data_2: SomeTexts | None = None
 
-    def sides(self) -> tuple[str, list[str], list[str]]:
-        """Return the name of the first side, and the texts of both. Raises InvalidRequest unless one pair is given."""
+    def sides(self) -> tuple[tuple[str, str], list[str], list[str]]:
+        """Return the names of both sides, and their texts. Raises InvalidRequest unless one pair is given."""
         names = dict.fromkeys(name for pair in NAMES for name in pair)
-        given = tuple(name for name in names if getattr(self, name) is not None)
-        if given not in NAMES:
+        present = tuple(name for name in names if getattr(self, name) is not None)
+        given = next((pair for pair in NAMES if pair == present), None)
+        if given is None:
             pairs = ", ".join(" and ".join(pair) for pair in NAMES)
-            missing = next((two for one, two in NAMES if given == (one,)), given[0] if given else "text_1")
+            missing = next((two for one, two in NAMES if present == (one,)), present[0] if present else "text_1")
             raise InvalidRequest(f"Give two sides to compare: one of {pairs}", param=missing)
         first, second = (texts_of(getattr(self, name)) for name in given)
-        return given[0], first, second
+        return given, first, second
 
 
 class RerankRequest(Activated, kw_only=True):

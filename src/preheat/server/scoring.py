@@ -13,7 +13,7 @@ from preheat.frontend.embedding import paired, pairs_of
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.request_state import RequestState
 from preheat.server.body import read_request
-from preheat.server.embeddings import PooledWriter, as_input, embedded_states
+from preheat.server.embeddings import PooledWriter, embedded_states
 from preheat.server.embeddings_schema import (
     Document,
     Ranked,
@@ -27,17 +27,21 @@ from preheat.server.embeddings_schema import (
 )
 from preheat.server.params import prepared
 from preheat.server.schema import MAX_PROMPTS
+from preheat.server.text_fields import named, renamed, sides
 
 
 async def score(request: Request) -> ASGIApp:
     """Score pairs of texts."""
     frontend, body = await read_request(request, ScoreRequest)
     own = frontend.scoring_of("Score API")
-    name, first, second = body.sides()
+    (name, other), first, second = body.sides()
     paired(len(first), len(second), name)
     if own.scores_pairs:
-        return _PairScoreWriter(request, body, await pair_states(request, body, first, second))
-    return _ScoreWriter(request, body, await embedded_states(request, frontend, body, [*first, *second]), len(first))
+        return _PairScoreWriter(request, body, await pair_states(request, body, first, second, other))
+    _check_count(len(first) + len(second), other)
+    field = sides(name, len(first), other)
+    states = await embedded_states(request, frontend, body, [*first, *second], field=field)
+    return _ScoreWriter(request, body, states, len(first))
 
 
 async def rerank(request: Request) -> ASGIApp:
@@ -50,27 +54,47 @@ async def rerank(request: Request) -> ASGIApp:
         raise InvalidRequest("top_n must not be negative; 0 returns all", param="top_n")
     query, documents = texts_of(body.query), texts_of(body.documents)
     if own.scores_pairs:
-        states = await pair_states(request, body, query, documents, most_second=body.max_tokens_per_doc)
+        most = body.max_tokens_per_doc
+        states = await pair_states(request, body, query, documents, "documents", most_second=most)
         return _PairRankWriter(request, body, states)
-    if body.max_tokens_per_doc is None:
-        return _RankWriter(request, body, await embedded_states(request, frontend, body, [*query, *documents]))
-    first = await embedded_states(request, frontend, body, query)
+    _check_count(1 + len(documents), "documents")
+    field = sides("query", 1, "documents")
+    if body.max_tokens_per_doc is None or body.max_tokens_per_doc > (own.max_embed_len or _longest(frontend)):
+        states = await embedded_states(request, frontend, body, [*query, *documents], field=field)
+        return _RankWriter(request, body, states)
+    states = await embedded_states(request, frontend, body, query, field=named("query"))
     body.truncate_prompt_tokens, body.truncation_side = body.max_tokens_per_doc, "right"
-    return _RankWriter(request, body, first + await embedded_states(request, frontend, body, documents))
+    states += await embedded_states(request, frontend, body, documents, field=named("documents"))
+    return _RankWriter(request, body, states)
+
+
+def _longest(frontend: Frontend) -> int:
+    """Return the most tokens of a text: a greater ``max_tokens_per_doc`` cuts no document, as some clients send."""
+    return frontend.limits().max_model_len
+
+
+def _check_count(texts: int, name: str) -> None:
+    """Raise InvalidRequest, naming the field ``name``, if there are too many ``texts`` on both sides."""
+    if texts > MAX_PROMPTS:
+        raise InvalidRequest(f"{texts} texts, but at most {MAX_PROMPTS} are read at once: send fewer", param=name)
 
 
 async def pair_states(
-    request: Request, body: Texts, first: Sequence[str], second: Sequence[str], *, most_second: int | None = None
-) -> list[RequestState]:
-    """Return the checked requests for pairs of texts; at most ``most_second`` tokens of a second text count."""
+    request: Request, body: Texts, first: Sequence[str], second: Sequence[str], name: str, *,
+    most_second: int | None = None,
+) -> list[RequestState]:  # fmt: skip
+    """Return the checked requests for pairs of texts; at most ``most_second`` tokens of a second text count.
+
+    ``name`` is the field of the second texts.
+    """
     frontend: Frontend = request.app.state.service.frontend
     own = frontend.scoring_of("Score API")
     if body.dimensions is not None or body.add_special_tokens is False:
         name = "add_special_tokens" if body.dimensions is None else "dimensions"
         raise InvalidRequest(f"{name} has no meaning for pairs of texts: leave it out", param=name)
     if len(second) > MAX_PROMPTS:
-        raise InvalidRequest(f"{len(second)} pairs, but at most {MAX_PROMPTS} are scored at once", param="documents")
-    with as_input():
+        raise InvalidRequest(f"{len(second)} pairs, but at most {MAX_PROMPTS} are scored at once", param=name)
+    with renamed(named(name)):
         return await prepared(
             request, pairs_of(own, first, second, most_second),
             frontend.asked_of(own, body.truncate_prompt_tokens, body.truncation_side), add_special_tokens=True,

@@ -18,7 +18,7 @@ from preheat.frontend.pairs import Pair
 from preheat.frontend.request_state import RequestState
 from preheat.server import scoring
 from preheat.server.body import peeked, read_request
-from preheat.server.embeddings import PooledWriter, as_input, embedded_states
+from preheat.server.embeddings import PooledWriter, embedded_states
 from preheat.server.embeddings_schema import Texts
 from preheat.server.params import prepared
 from preheat.server.schema import MAX_PROMPTS
@@ -36,14 +36,18 @@ from preheat.server.tei_schema import (
     SimilarityOptions,
     SimilarityRequest,
 )
+from preheat.server.text_fields import named, renamed, sides
 from preheat.utils.pooling import Pooling
+
+INPUTS = named("inputs")
+"""The texts of TEI's bodies."""
 
 
 async def embed(request: Request) -> ASGIApp:
     """Make embeddings of texts; the answer is a list of vectors."""
     frontend, body = await read_request(request, EmbedRequest)
     given = prompted(frontend.embedding_of("Embed API"), body.inputs, body.prompt_name)
-    states = await embedded_states(request, frontend, _asked(body, body.dimensions), given)
+    states = await embedded_states(request, frontend, _asked(body, body.dimensions), given, field=INPUTS)
     return _VectorsWriter(request, body, states)
 
 
@@ -53,7 +57,7 @@ async def embed_all(request: Request) -> ASGIApp:
     own = frontend.pooling_of("Embed all API")
     check_of_tokens(own, None)
     given = prompted(own, body.inputs, body.prompt_name)
-    states = await embedded_states(request, frontend, _asked(body), given, of_tokens=True)
+    states = await embedded_states(request, frontend, _asked(body), given, of_tokens=True, field=INPUTS)
     return _TokensWriter(request, _asked(body), states)
 
 
@@ -70,7 +74,8 @@ async def similarity(request: Request) -> ASGIApp:
         raise InvalidRequest("inputs.sentences must not be empty", param="inputs")
     given = prompted(own, [body.inputs.source_sentence, *body.inputs.sentences], how.prompt_name)
     asked = _asked(Cut(model=body.model, truncate=how.truncate, truncation_direction=how.truncation_direction))
-    return _SimilarityWriter(request, asked, await embedded_states(request, frontend, asked, given))
+    field = sides("inputs.source_sentence", 1, "inputs.sentences")
+    return _SimilarityWriter(request, asked, await embedded_states(request, frontend, asked, given, field=field))
 
 
 async def by_kind(request: Request) -> ASGIApp:
@@ -90,7 +95,11 @@ def prompted(
     texts = [given] if isinstance(given, str) else given
     if not all(isinstance(text, str) for text in texts):
         raise InvalidRequest("prompt_name puts a text before the inputs: give texts", param="prompt_name")
-    before = prompt_of(own, name) or ""
+    before = prompt_of(own, name, "prompt_name")
+    if before is None:
+        raise InvalidRequest(
+            f"prompt_name is {name!r}, but the model has no prompts: leave it out", param="prompt_name"
+        )
     return [f"{before}{text}" for text in texts]
 
 
@@ -102,7 +111,7 @@ async def predict(request: Request) -> ASGIApp:
     given: list[Any] = body.inputs if batch and isinstance(body.inputs, list) else [body.inputs]
     if not 1 <= len(given) <= MAX_PROMPTS:
         raise InvalidRequest(f"inputs must hold 1 to {MAX_PROMPTS} texts or pairs, got {len(given)}", param="inputs")
-    with as_input():
+    with renamed(INPUTS):
         states = await prepared(
             request, [_read(own, each) for each in given], frontend.asked_of(own, body.kept, body.side),
             add_special_tokens=True, cache_salt="", cap_length=True,
@@ -129,7 +138,8 @@ async def _rerank_texts(request: Request) -> ASGIApp:
         raise InvalidRequest("The model does not support Rerank API with texts: it reads no pairs; write documents")
     if not body.texts:
         raise InvalidRequest("texts must not be empty", param="texts")
-    return _RanksWriter(request, body, await pair_states(request, _asked(body), [body.query], body.texts))
+    states = await pair_states(request, _asked(body), [body.query], body.texts, "texts")
+    return _RanksWriter(request, body, states)
 
 
 async def info(request: Request) -> Response:
