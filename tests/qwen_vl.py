@@ -1,4 +1,4 @@
-"""A tiny random Qwen3-VL, written by Hugging Face transformers, with its logits as reference."""
+"""A tiny random Qwen3-VL or Qwen3.5, written by Hugging Face transformers, with its logits as reference."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from tokenizers import AddedToken
 from torch import Tensor
 
+from tests.cpu.checkpoints import SHARED, STATES
 from tests.llava import Reference, randomize
 from tests.tokenizers import byte_level
 
@@ -38,18 +39,31 @@ TEMPLATE = (
 )
 
 
-def save_model(folder: Path, vocab_size: int = 199, layers: int = 3) -> Any:
-    """Write a random checkpoint with so many ``layers`` and return the model."""
-    from transformers import Qwen3VLConfig, Qwen3VLForConditionalGeneration
+HYBRID: dict[str, Any] = STATES | {
+    "rope_parameters": TEXT["rope_parameters"] | {"mrope_section": [3, 3, 2], "partial_rotary_factor": 0.5},
+}
 
-    config = Qwen3VLConfig(
-        text_config=TEXT | {"vocab_size": vocab_size, "num_hidden_layers": layers},
-        vision_config=VISION | {"deepstack_visual_indexes": VISION["deepstack_visual_indexes"][: layers - 1]},
-        image_token_id=vocab_size - 1, video_token_id=vocab_size - 2, attn_implementation="eager",
+
+def save_model(folder: Path, vocab_size: int = 199, layers: int = 3, family: str = "Qwen3VL") -> Any:
+    """Write a random checkpoint with so many ``layers`` and return the model; a Qwen3_5 has its own number."""
+    import transformers
+
+    text, vision, experts = TEXT | {"num_hidden_layers": layers}, dict(VISION), {}
+    vision["deepstack_visual_indexes"] = vision["deepstack_visual_indexes"][: layers - 1]
+    if family != "Qwen3VL":
+        text |= HYBRID | (SHARED if family == "Qwen3_5Moe" else {})
+        del vision["deepstack_visual_indexes"]
+        experts = {"experts_implementation": "eager"}
+    config = getattr(transformers, f"{family}Config")(
+        text_config=text | {"vocab_size": vocab_size}, vision_config=vision, image_token_id=vocab_size - 1,
+        video_token_id=vocab_size - 2, attn_implementation="eager", **experts,
     )  # fmt: skip
     torch.manual_seed(0)
-    model = Qwen3VLForConditionalGeneration(config).eval()
+    model = getattr(transformers, f"{family}ForConditionalGeneration")(config).eval()
     randomize(model)
+    for name, weight in model.named_parameters():
+        if name.endswith("A_log"):  # decays of some tokens to some hundred
+            weight.data.normal_(mean=-3.0, std=1.5)
     model.save_pretrained(folder)
     return model
 
@@ -66,7 +80,7 @@ def save_text(folder: Path) -> Callable[[Tensor], Tensor]:
     return logits
 
 
-def save_qwen_vl(folder: Path, layers: int = 3) -> Reference:
+def save_qwen_vl(folder: Path, layers: int = 3, family: str = "Qwen3VL") -> Reference:
     """Write a checkpoint with tokenizer, chat template and image processor, and return the reference."""
     from transformers import PreTrainedTokenizerFast
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
@@ -76,7 +90,7 @@ def save_qwen_vl(folder: Path, layers: int = 3) -> Reference:
     backend.add_special_tokens([AddedToken(mark, special=True) for mark in marks])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>", eos_token="</s>")
     tokenizer.chat_template = TEMPLATE
-    model = save_model(folder, backend.get_vocab_size(), layers)
+    model = save_model(folder, backend.get_vocab_size(), layers, family)
     tokenizer.save_pretrained(folder)
     pixels = CONFIG["image_processor"]
     images = Qwen2VLImageProcessorPil(

@@ -59,8 +59,9 @@ many dimensions, and the same of the part of a vision tower that runs. On a CPU 
 transformers at every position (float32, eager attention and experts, relative error at most 1e-5, of Gemma 4 3e-5):
 `tests/cpu/test_model_families.py` reads them in one go, `tests/cpu/test_model_paged.py` and
 `tests/cpu/test_family_engines.py` read some of each family in chunks, decode them and begin them from a cached prefix,
-and demand the same bits; `tests/cpu/test_llava.py` and `tests/cpu/test_qwen_vl.py` do so for LLaVA and Qwen3-VL, from
-images to logits and tokens ([Images](images.md) says how they are sent). On a GPU
+and demand the same bits; `tests/cpu/test_llava.py`, `tests/cpu/test_qwen_vl.py` and
+`tests/cpu/test_qwen3_5_images.py` do so for LLaVA, Qwen3-VL and Qwen3.5, from images to logits and tokens
+([Images](images.md) says how they are sent). On a GPU
 `tests/cuda/test_families.py` compares each with transformers there (bfloat16, and float32 where rounding would send
 tokens to other experts) and runs `preheat verify` on it; `tests/cuda/test_llava.py` does so for LLaVA, and
 `tests/cuda/test_moe.py` compares experts with dense kernels.

@@ -102,6 +102,12 @@ class Made:
         return self.folder / "any_size"
 
     @cache  # noqa: B019 - one object
+    def seeing_states(self) -> Path:
+        save_qwen_vl(self.folder / "seeing_states", family="Qwen3_5")
+        add_marks(self.folder / "seeing_states")
+        return self.folder / "seeing_states"
+
+    @cache  # noqa: B019 - one object
     def encoder(self) -> Path:
         own = {"architectures": ["BertModel"], "max_position_embeddings": 128, "num_attention_heads": 4}
         sizes = {name: self.config[name] for name in ("vocab_size", "hidden_size", "intermediate_size")}
@@ -158,6 +164,7 @@ class Made:
         """Return the folder of a model with the traits of ``names``."""
         special = (kind for kind in ("any_size", "images", "encoder", "latents", "states", "entries") if kind in names)
         kind = next(special, "experts" if "expert_parallel" in names else None)
+        kind = "seeing_states" if {"states", "any_size"} <= {*names} else kind
         return getattr(self, kind)() if kind else self.text
 
     @cache  # noqa: B019 - one object

@@ -33,7 +33,7 @@ from preheat.model.mlp_specs import STACKED, DenseSpec, ExpertsSpec
 from preheat.model.recurrence_specs import DeltaSpec
 from preheat.model.spec_tree import Leaf, leaves
 from preheat.model.specs import LayerSpec, ModelSpec, layer_kind
-from preheat.model.tensor_specs import LinearSpec, NormSpec
+from preheat.model.tensor_specs import LinearSpec, NormSpec, PatchSpec
 from preheat.ops.kinds import Scheme
 from preheat.settings import Settings
 
@@ -408,7 +408,7 @@ def tensors_of(leaf: Leaf) -> list[str]:
     if isinstance(leaf, ExpertsSpec):
         names = (leaf.gate, leaf.up, leaf.down)
         return [f"{name.format(expert)}.weight" for name in names for expert in range(leaf.num_experts)]
-    kinds = ("weight", "bias") if isinstance(leaf, LinearSpec | NormSpec) and leaf.bias else ("weight",)
+    kinds = ("weight", "bias") if isinstance(leaf, LinearSpec | NormSpec | PatchSpec) and leaf.bias else ("weight",)
     if isinstance(leaf, NormSpec) and leaf.kind == "identity":
         return []
     names = [name for name, _ in leaf.parts] if isinstance(leaf, LinearSpec) else [leaf.name]
@@ -453,7 +453,9 @@ def config_of(architecture: str, **changes: Any) -> dict[str, Any]:
         return {"architectures": [architecture], "text_config": text, "vision_config": tower, "image_token_id": 0}
     if architecture.startswith("Qwen3_5") and architecture.endswith("ForConditionalGeneration"):
         kind = "qwen3_5_moe_text" if "Moe" in architecture else "qwen3_5_text"
-        return {"architectures": [architecture], "text_config": config | {"model_type": kind}}
+        text = config | {"model_type": kind, "rope_parameters": {"mrope_section": [1, 0, 0]}}
+        tower = {"out_hidden_size": config["hidden_size"], "depth": 2}
+        return {"architectures": [architecture], "text_config": text, "vision_config": tower, "image_token_id": 0}
     return config | {own: config[name] for name, names in OWN_NAMES.items() for own in names}
 
 

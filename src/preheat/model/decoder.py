@@ -128,10 +128,11 @@ class Decoder:
 
     def _turns(self, max_tokens: int) -> StepTurns | None:
         """Return the rotations of a step by places; None where tokens turn by their position, or without steps."""
-        rope, table = self.spec.layers[0].attention.rope, self.ropes[0]
-        if rope is None or table is None or not (rope.sections and max_tokens):
-            return None
-        return StepTurns(table, rope.sections, max_tokens)
+        for layer, table in zip(self.spec.layers, self.ropes, strict=True):
+            rope = layer.attention.rope  # all layers that turn have the same
+            if rope is not None and table is not None:
+                return StepTurns(table, rope.sections, max_tokens) if rope.sections and max_tokens else None
+        return None
 
     def tables(self) -> Iterator[Tensor]:
         """Yield the tables of positions, and the tables of functions. No step writes them."""

@@ -22,7 +22,7 @@ from preheat.errors import ModelError
 from preheat.model.attention_specs import AttentionSpec
 from preheat.model.config import Config
 from preheat.model.draft_head import LoadedHead, Reads
-from preheat.model.families import FAMILIES
+from preheat.model.families import FAMILIES, without_images
 from preheat.model.files import read_config
 from preheat.model.formats import FORMATS, expected_tensors
 from preheat.model.loader import LoadedModel, WeightLoader
@@ -141,7 +141,9 @@ def mtp_spec(values: Mapping[str, Any], target: ModelSpec, quantization: str | N
     if isinstance(dense := own.get("mlp_layer_types"), list):
         more["mlp_layer_types"] = [*dense, "sparse"]
     own |= {"num_hidden_layers": count + 1, **more}
-    made = FAMILIES[found](Config(found, {**values, "text_config": own} if "text_config" in values else own))
+    made = without_images(
+        FAMILIES[found](Config(found, {**values, "text_config": own} if "text_config" in values else own))
+    )
     layer = _moved(made.layers[-1], f"model.layers.{count}.", stored.layer.format(count))
     hidden = target.hidden_size
     embedding_norm, hidden_norm, norm = (

@@ -60,6 +60,7 @@ def _mode(name: str) -> Trait:
 
 
 _MODEL, _ASKED = "choose another model", "send such requests to another engine"
+_TEXT = f"set language_model_only or {_MODEL}"
 
 TRAITS: Mapping[str, Trait] = MappingProxyType({
     "tensor_parallel": Trait(
@@ -88,8 +89,8 @@ TRAITS: Mapping[str, Trait] = MappingProxyType({
     "structured": Trait("structured outputs", "", None, _ASKED),
     "budget": Trait("budgets of reasoning", "", None, _ASKED),
     "beam_search": Trait("beam search", "", None, _ASKED),
-    "images": Trait("a model that sees images", "", None, _MODEL),
-    "any_size": Trait("a model that sees images of any size", "", None, _MODEL),
+    "images": Trait("a model that sees images", "", None, _TEXT),
+    "any_size": Trait("a model that sees images of any size", "", None, _TEXT),
     "latents": Trait("a cache of latent vectors", "", None, _MODEL),
     "entries": Trait("cache entries of several sizes", "", None, _MODEL),
     "prompt_embeds": Trait("embeddings as prompts", "enable_prompt_embeds", lambda s: s.enable_prompt_embeds),
@@ -158,7 +159,8 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("compile", "adapters", "compiled regions do not apply adapters"),
     Refused("eagle3", "images any_size", "no EAGLE-3 head was trained for a model that sees images"),
     Refused("eagle3", "compile", "the head reads states between layers, and compiled regions do not give them"),
-    Refused("mtp", "images any_size entries", "no model of such kind has a layer that predicts ahead"),
+    Refused("mtp", "entries", "no model of such kind has a layer that predicts ahead"),
+    Refused("mtp", "images any_size", "the layer that predicts ahead would not read the embeddings of images"),
     Refused("mtp", "compile llvm", "no model with a layer that predicts ahead runs in this mode"),
     Refused("mtp", "inc", "its files have no ranges of a layer that predicts ahead"),
     Refused("mtp", "graphs", "no GPU has run a layer that predicts ahead"),
@@ -207,7 +209,6 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("states", "ray", "nobody has tried states on ranks that are actors of Ray"),
     Refused("states", "eagle3", "nobody has tried a head that reads states between layers there"),
     Refused("states", "offload", "nobody has shown that a state returns from the host with its blocks"),
-    Refused("states", "images any_size", "the encoder of images of these models is not loaded"),
     Refused("states", "encoder", "an encoder keeps nothing of a text", yet=False),
     Refused("states", "updates", "an update of weights does not replace the numbers of a recurrence"),
     Refused("states", f"latents groups audit adapters prompt_embeds pooling inc {_FORMATS}",
@@ -346,6 +347,7 @@ _WORKS: tuple[Works, ...] = (
     _together("eager states text_drafts structured budget beam_search fp8_cache events operator sleep"),
     _together("eager states draft_model structured sleep"),
     _together("eager states mtp structured"),
+    _together("eager states images any_size"),
     _together("llvm eagle3 sleep updates w4a16 structured"),
     _together("tensor_parallel expert_parallel eager w8a8 adapters structured budget beam_search events operator split "
               "fp8_cache offload"),

@@ -1,4 +1,4 @@
-"""Qwen3-Next and Qwen3.5: most layers keep a state, the others have attention with gates."""
+"""Qwen3-Next and Qwen3.5: most layers keep a state, the others have attention with gates; Qwen3.5 sees images."""
 
 from __future__ import annotations
 
@@ -8,8 +8,9 @@ from dataclasses import replace
 from preheat.errors import ModelError
 from preheat.model.attention_specs import AttentionSpec, RopeSpec
 from preheat.model.config import Config
-from preheat.model.families.common import LLAMA, attention, dense, model, norm, turning_order
+from preheat.model.families.common import LLAMA, attention, dense, model, norm, turning_order, with_layers
 from preheat.model.families.moe import STACKED, with_shared_expert
+from preheat.model.families.qwen_vl import VISION, vision_of, with_axes
 from preheat.model.mlp_specs import MlpSpec
 from preheat.model.recurrence_specs import ConvSpec, DeltaSpec
 from preheat.model.specs import LayerSpec, ModelSpec, Rename
@@ -31,8 +32,16 @@ _RENAMES = (
 )  # fmt: skip
 """Names of the text part of a larger model, and numbers that are no module's weight."""
 
-_IGNORED = (r"mtp\..+", r"model\.visual\..+")
-"""Layers that draft tokens, and an encoder of images. None of them is loaded."""
+_DRAFTING, _SEEING = r"mtp\..+", r"model\.visual\..+"
+"""Layers that draft tokens, and an encoder of images that the config does not describe. None of them is loaded."""
+
+_TOWERS = {
+    kind: {name: each for name, each in VISION.items() if name != "deepstack_visual_indexes"} | {"model_type": kind}
+    for kind in ("qwen3_5_vision", "qwen3_5_moe_vision")
+}
+"""Defaults of the tower by the kind of ``vision_config``."""
+
+_IMAGE_TOKEN, _SECTIONS = 248056, (11, 11, 10)
 
 
 def qwen3_next(config: Config) -> ModelSpec:
@@ -65,8 +74,8 @@ _TEXTS: Mapping[str, Callable[[Config], ModelSpec]] = {"qwen3_5_text": qwen3_5, 
 _SHARED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "tie_word_embeddings")
 
 
-def text_of(config: Config) -> ModelSpec:
-    """Text only: the encoder of images is not loaded, and images are refused."""
+def with_images(config: Config) -> ModelSpec:
+    """Images as in Qwen3-VL, without deep embeddings; none where the config has no ``vision_config``."""
     text = Config(config.architecture, config.mapping("text_config"))
     text.require_unquantized()
     if (kind := text.get("model_type")) not in _TEXTS:
@@ -74,7 +83,23 @@ def text_of(config: Config) -> ModelSpec:
     text = text.updated({name: config.get(name) for name in _SHARED if config.has(name) and not text.has(name)})
     spec = _TEXTS[str(kind)](text)
     text.refuse_unread("text_config")
-    return spec
+    if not config.mapping("vision_config"):
+        return spec
+    found = config.mapping("vision_config").get("model_type")
+    tower = _TOWERS.get(str(found or "qwen3_5").removesuffix("_vision") + "_vision")
+    if tower is None:
+        raise ModelError(f"vision_config of model_type {found!r} is not supported, only {', '.join(_TOWERS)} are")
+    spec = replace(with_layers(spec, lambda _, layer: _with_places(text, layer)), ignored=(_DRAFTING,))
+    return replace(spec, vision=vision_of(config, spec, tower, _IMAGE_TOKEN))
+
+
+def _with_places(text: Config, layer: LayerSpec) -> LayerSpec:
+    """Return ``layer`` with heads that turn by places on three axes."""
+    own = layer.attention
+    if not isinstance(own, AttentionSpec) or own.rope is None:
+        return layer
+    rope = with_axes(own.rope, text, own.rope.turned(own.head_dim) // 2, _SECTIONS)
+    return replace(layer, attention=replace(own, rope=rope))
 
 
 def _defaults(config: Config, **more: object) -> Config:
@@ -111,7 +136,7 @@ def _hybrid(config: Config, mlp: Callable[[str, int], MlpSpec], stored: Stored) 
     layers = tuple(layer(index, kind) for index, kind in enumerate(_kinds(config)))
     return model(
         config, LLAMA, layers, final_norm=_plus_one(config, LLAMA.final_norm, hidden),
-        max_positions=config.max_positions(rope), renames=_RENAMES, ignored=_IGNORED,
+        max_positions=config.max_positions(rope), renames=_RENAMES, ignored=(_DRAFTING, _SEEING),
     )  # fmt: skip
 
 

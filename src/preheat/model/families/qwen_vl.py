@@ -1,4 +1,4 @@
-"""Qwen3-VL: Qwen3 with images in its prompts."""
+"""Qwen3-VL: Qwen3 with images in its prompts. Qwen3.5 has the same tower, without deep embeddings."""
 
 from __future__ import annotations
 
@@ -42,6 +42,7 @@ _EPS = 1e-6  # of the tower's norms; no field of the config
 RENAMES = (Rename(r"model\.language_model\.(.+)", (r"model.\1",)),)
 _SHARED = ("dtype", "torch_dtype", "bos_token_id", "eos_token_id", "tie_word_embeddings")
 _THETA = 500000.0  # the default of the reference's config class
+_SECTIONS = (24, 20, 20)
 
 
 def qwen3_vl(config: Config) -> ModelSpec:
@@ -53,18 +54,37 @@ def qwen3_vl(config: Config) -> ModelSpec:
     bias = text.flag("attention_bias")
     spec = llama_like(text, rope=_rope(text), qkv_bias=bias, o_bias=bias, qk_norm=True, renames=RENAMES)
     text.refuse_unread("text_config")
-    tower = Config(config.architecture, {**VISION, **_given(config, "vision_config", VISION)})
+    return replace(spec, architecture=config.architecture, vision=vision_of(config, spec, VISION))
+
+
+def vision_of(
+    config: Config, text: ModelSpec, defaults: Mapping[str, Any], image_token: int = IMAGE_TOKEN
+) -> GridVisionSpec:
+    """Return the tower of a model with the decoder ``text``.
+
+    ``defaults`` are of ``vision_config``, and ``image_token`` stands for an image if the config names no token. Raises
+    ModelError, naming the field, for sizes that do not fit.
+    """
+    tower = Config(config.architecture, {**defaults, **_given(config, "vision_config", defaults)})
     tower.require_unquantized()
-    vision = _vision(config, tower, spec)
+    vision = _vision(config, tower, text, image_token)
     tower.refuse_unread("vision_config")
-    return replace(spec, architecture=config.architecture, vision=vision)
+    return vision
 
 
 def _rope(text: Config) -> RopeSpec:
     """Return the rotary embedding with its three axes. Raises ModelError for sections that do not fit."""
     rope = text.rope(theta=_THETA, read=("mrope_section", "mrope_interleaved"))
+    return with_axes(rope, text, text.size("head_dim") // 2, _SECTIONS)
+
+
+def with_axes(rope: RopeSpec, text: Config, pairs: int, usual: tuple[int, ...]) -> RopeSpec:
+    """Return ``rope`` with its three axes, for heads with so many ``pairs`` that turn.
+
+    ``usual`` are the sections where the config has none. Raises ModelError for sections that do not fit.
+    """
     given = text.mapping("rope_parameters") or text.mapping("rope_scaling")
-    sections, pairs = given.get("mrope_section") or [24, 20, 20], text.size("head_dim") // 2
+    sections = given.get("mrope_section") or list(usual)
     if given.get("mrope_interleaved") is False:
         raise ModelError("config.json: mrope_interleaved false is not supported, only true is")
     if not (isinstance(sections, list) and len(sections) == 3 and all(type(each) is int for each in sections)):
@@ -92,12 +112,13 @@ def _given(config: Config, name: str, defaults: Mapping[str, Any]) -> dict[str, 
     """Return the stated fields of the part ``name`` of the config. Raises ModelError for another kind of part."""
     given = {key: value for key, value in config.mapping(name).items() if value is not None}
     kind = given.get("model_type", defaults["model_type"])
-    if kind not in (defaults["model_type"], "qwen3_vl"):  # old checkpoints name the whole model
+    usual = str(defaults["model_type"])
+    if kind not in (usual, usual.rpartition("_")[0]):  # some checkpoints name the whole model
         raise ModelError(f"{name} of model_type {kind!r} is not supported, only {defaults['model_type']!r} is")
     return given
 
 
-def _vision(config: Config, tower: Config, text: ModelSpec) -> GridVisionSpec:
+def _vision(config: Config, tower: Config, text: ModelSpec, image_token: int) -> GridVisionSpec:
     hidden, heads, merge = (tower.size(name) for name in ("hidden_size", "num_heads", "spatial_merge_size"))
     if hidden % (4 * heads):
         raise ModelError(f"the hidden_size {hidden} of vision_config is not a multiple of 4 * num_heads, {4 * heads}")
@@ -114,7 +135,7 @@ def _vision(config: Config, tower: Config, text: ModelSpec) -> GridVisionSpec:
             f"fewer than the decoder's {text.num_layers}"
         )
     token = config.get("image_token_id")
-    token = IMAGE_TOKEN if token is None else token
+    token = image_token if token is None else token
     if type(token) is not int or not 0 <= token < text.vocab_size:
         raise ModelError(f"image_token_id {token!r} is outside the vocabulary of {text.vocab_size} tokens")
     patches = PatchSpec(
