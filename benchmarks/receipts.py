@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,13 +31,19 @@ from benchmarks.common.process import environment, flags, serving
 from benchmarks.common.report import parser, save
 from benchmarks.common.shapes import CHOICES, SHAPES
 from preheat import LLM, SamplingParams
-from preheat.execution.executor import Executor
+from preheat.backends.cpu.llvm.sampler import Draws
+from preheat.backends.cpu.sampler import CpuSampler
+from preheat.execution.executor import LaunchedStep
 from preheat.frontend.output_processor import OutputProcessor
 from preheat.frontend.receipts import Receipts
+from preheat.ops.sampling import SamplingInput
 
 AT_ONCE, LEAST_PAIRS, TIMED = 32, 5, 2
-OWN = ((Executor, "_digests"), (OutputProcessor, "_process_digests"), (Receipts, "begin"), (Receipts, "end"))
-"""The functions of receipts in a step."""
+OWN = (
+    (CpuSampler, "digest"), (LaunchedStep, "_digests"), (OutputProcessor, "_process_logits"),
+    (Receipts, "begin"), (Receipts, "end"),
+)  # fmt: skip
+"""The functions of receipts in a step. The digests themselves are computed by the function that draws."""
 
 ENGINE: dict[str, Any] = {
     "num_threads": 1, "kv_cache_memory_bytes": 128 << 20, "max_num_seqs": 64, "tp_invariant": True,
@@ -80,22 +87,46 @@ def engine_of(shape: str, rows: int, folder: Path) -> LLM:
                on_cold="off", log_level="error", kv_cache_memory_bytes=512 << 20)  # fmt: skip
 
 
+def nothing(*args: object) -> None:
+    """Do nothing."""
+
+
 @contextmanager
 def timed() -> Iterator[dict[str, list[int]]]:
-    """Yield the nanoseconds of each call of the functions of receipts, by name, from now on."""
-    spent, right = {name: list[int]() for _, name in OWN}, [(*each, getattr(*each)) for each in OWN]
+    """Yield the nanoseconds of each call of the functions of receipts, by name, and of digests in a draw."""
+    owners = (*OWN, (Draws, "__call__"))
+    spent, right = {name: list[int]() for _, name in owners}, [(*each, getattr(*each)) for each in owners]
 
     def clocked(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any) -> Any:
             began = time.perf_counter_ns()
             found = function(*args)
-            spent[name].append(time.perf_counter_ns() - began)
+            ended = time.perf_counter_ns()
+            nothing(*args)
+            spent[name].append(2 * ended - began - time.perf_counter_ns())  # less the time of a call and of the clock
             return found
 
         return run
 
+    def doubled(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Draw with digests and without. Both find the logits in the same caches, and each is first in turn."""
+
+        def run(draws: Draws, logits: Any, step: SamplingInput) -> Any:
+            if not step.digested:
+                return function(draws, logits, step)
+            plain, took = replace(step, digested=False), dict[bool, int]()
+            function(draws, logits, plain)
+            for digested in (True, False) if len(spent[name]) % 2 else (False, True):
+                began = time.perf_counter_ns()
+                function(draws, logits, step if digested else plain)
+                took[digested] = time.perf_counter_ns() - began
+            spent[name].append(took[True] - took[False])  # more by the first one's wait for memory, or less
+            return function(draws, logits, step)
+
+        return run
+
     for owner, name, function in right:
-        setattr(owner, name, clocked(name, function))
+        setattr(owner, name, (doubled if owner is Draws else clocked)(name, function))
     try:
         yield spent
     finally:
@@ -103,13 +134,19 @@ def timed() -> Iterator[dict[str, list[int]]]:
             setattr(owner, name, function)
 
 
+def middle(times: Sequence[int]) -> float:
+    """Return the mean of the medians of both halves, the calls in even places and in odd ones."""
+    return statistics.fmean(statistics.median(times[first::2]) for first in range(min(2, len(times))))
+
+
 def cost(shape: str, rows: int, seconds: float) -> dict[str, Any]:
     """Return the processor time of answers with receipts over the time without, in pairs for about ``seconds``.
 
     The first of a pair has no receipts, then the first of the next pair has them, and so on. ``percent`` is the median
     over the pairs, ``quartiles`` are those of the pairs. On a machine with other work they are wide. So ``own_us``
-    are microseconds a step in the functions of receipts: the median of each, times its calls. ``own_percent`` is
-    their share of a step without receipts.
+    are microseconds a step in the functions of receipts: the median of each, times its calls. The digests are part of
+    the function that draws, so it runs with digests and without. ``own_percent`` is the share of a step without
+    receipts.
     """
     tokens = 64
     with tempfile.TemporaryDirectory() as folder:
@@ -130,7 +167,7 @@ def cost(shape: str, rows: int, seconds: float) -> dict[str, Any]:
         with timed() as spent:
             for _ in range(TIMED):
                 turn(True)
-    own = sum(statistics.median(each) * len(each) for each in spent.values()) / TIMED / tokens / 1e3
+    own = sum(middle(each) * len(each) for each in spent.values()) / TIMED / tokens / 1e3
     plain = statistics.median(each[False] for each in pairs)
     shares = [(each[True] / each[False] - 1) * 100 for each in pairs]
     more = [(each[True] - each[False]) * 1e3 for each in pairs]

@@ -19,6 +19,7 @@ SINGLE = {
     "answer_cache": "kept answers over HTTP: hits a second, and answers that differ from the first ones",
     "attention": "paged attention on a GPU, beside the bytes and the operations that it needs",
     "audit": "reading an engine's memory against its digests: a pass, a slice, the share of a step",
+    "cards": "answers of one card, given again on another from their receipts, and the cost of receipts on a GPU",
     "chaos": "engines that are killed while they answer: answers that differ from the uninterrupted ones, and pauses",
     "collective": "adding up over several GPUs in a stated order, beside NCCL and torch, by size",
     "compile_mode": "execution mode `compile` against `eager` on a CPU",

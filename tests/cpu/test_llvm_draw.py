@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ctypes import CFUNCTYPE, c_int64, c_void_p
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -205,3 +206,26 @@ def test_digests_are_the_digests_of_the_definition(draws, vocab):
         rows.view(torch.int32)[2, at] ^= 1
     with pytest.raises(ValueError, match="expected float32 logits in contiguous rows"):
         draws.row_digests(rows.double())
+
+
+@pytest.mark.parametrize("vocab", [1, 63, 1003])
+def test_a_draw_gives_the_digests_of_its_rows(draws, vocab):
+    rng = np.random.default_rng(vocab)
+    logits = rng.standard_normal((5, vocab)).astype(np.float32)
+    for rows, random in ((5, False), (5, True), (1, False), (2, True)):  # of few rows the keys are computed
+        given, some = logits[:rows], settings_of(rng, rows) if random else None
+        step = SamplingInput(rows, some, None, None)
+        wanted = replace(step, digested=True)
+
+        def digests(given=given, wanted=wanted):
+            draws(given, wanted)
+            return list(draws.digests(torch.from_numpy(given)))[: len(given)]
+
+        assert digests() == row_digests(torch.from_numpy(given)).tolist()
+        assert draws(given, wanted).tolist() == draws(given, step).tolist()
+        before = digests()
+        given.view(np.int32)[rows - 1, vocab - 1] ^= 1  # control: one bit of the last word
+        after = digests()
+        assert [one == other for one, other in zip(before, after, strict=True)] == [True] * (rows - 1) + [False]
+    assert draws(given, replace(wanted, edits=Edits.of([(0, 0, 1.0)]))) is None  # the reference draws
+    assert draws.digests(torch.from_numpy(given)) == after

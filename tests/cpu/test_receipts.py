@@ -118,6 +118,7 @@ def test_receipts_of_a_log_run_together_and_a_failed_one_harms_no_other(
     asked = [receipts[0], changed_digest(receipts[1]), elsewhere, receipts[2], changed_token(receipts[3])]
     found = list(replay.replay_log(asked, engine))
     assert [each.position for each in found] == [None, 5, 0, None, 3]
+    assert [each.position for each in replay.replay_log(asked[2:], engine, any_contract=True)] == [None, None, 3]
     again = list(replay.replay_log([*asked, unknown], engine))
     assert again[:-1] == found and "another contract" in found[2].what
     assert "the engine failed a request" in again[-1].what and engine.loop.idle

@@ -40,6 +40,18 @@ def test_the_kernel_agrees_with_the_host(vocab):
     assert torch.equal(digest_rows(rows), row_digests(rows.contiguous()))
 
 
+def test_logits_of_16_bits_have_the_digests_of_their_fp32():
+    from preheat.backends.cuda.digest import digest_parts, parts_of
+
+    for dtype in (torch.bfloat16, torch.float16):
+        rows = rows_of(3, 9001).nan_to_num().to(dtype)
+        parts = torch.empty(3, parts_of(9001), dtype=torch.int64)
+        digest_parts(rows, parts)
+        assert parts.shape[1] == 3 and torch.equal(parts.sum(1), row_digests(rows.float()))
+        rows.view(torch.int16)[1, 9000] ^= 1  # control
+        assert not torch.equal(parts.sum(1), row_digests(rows.float()))
+
+
 def test_one_bit_is_seen_everywhere():
     rows = rows_of(1, 300).nan_to_num().repeat(301, 1)
     words = rows.numpy().view(np.int32)

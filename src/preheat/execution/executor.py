@@ -62,7 +62,6 @@ class LaunchedStep:
     batch: InputBatch
     sampler: Sampler
     prompt_logprobs: dict[int, list[Any]]
-    digests: dict[int, int]
     draw: Callable[[InputBatch], LaunchedStep] | None = field(default=None, kw_only=True)
 
     def result(self) -> StepResult:
@@ -74,10 +73,17 @@ class LaunchedStep:
             states = self.sampler.states(batch.turn, len(rows))
             return StepResult(np.zeros(batch.schedule.total_sampled, np.int64), hidden=_by_row(rows, states))
         tokens, reports = self.sampler.read(batch.turn, len(rows), reporting, batch.alternatives)
-        result = StepResult(tokens, prompt_logprobs=self.prompt_logprobs, digests=self.digests)
+        result = StepResult(tokens, prompt_logprobs=self.prompt_logprobs)
+        if batch.digested is not None:
+            result.digests = self._digests(batch.digested)
         if reports:
             result.logprobs = dict(zip(reporting.tolist(), reports, strict=True))
         return result
+
+    def _digests(self, places: list[int]) -> dict[int, int]:
+        """Return the digests of the raw logits of the sampled rows at ``places``."""
+        found = self.sampler.digests(self.batch.turn)
+        return {place: found[place] for place in places}
 
 
 class Executor:
@@ -160,7 +166,7 @@ class Executor:
         If a row wants prompt logprobs, wait for the step: the logprobs may be many.
         """
         if self._start(batch):
-            return LaunchedStep(batch, self.sampler, {}, {}, draw=self._finish)
+            return LaunchedStep(batch, self.sampler, {}, draw=self._finish)
         self._run(batch)
         return self._draw(batch)
 
@@ -473,23 +479,14 @@ class Executor:
         return logits[: len(batch.sampled_rows)]
 
     def _answer(self, batch: InputBatch, logits: Tensor | None) -> LaunchedStep:
-        """Compute the wanted logprobs, and start all copies to the host."""
+        """Compute the wanted logprobs and digests, and start all copies to the host."""
         reports = len(batch.reporting) > 0
         if logits is not None and reports:
             self.sampler.report(logits)
+        if logits is not None and batch.digested is not None:
+            self.sampler.digest(batch.turn, logits)
         self.sampler.fetch(batch.turn, tokens=logits is not None, reports=reports)
-        digests = {} if logits is None or batch.digested is None else self._digests(logits, batch.digested)
-        return LaunchedStep(batch, self.sampler, self._prompt_logprobs(batch), digests)
-
-    def _digests(self, logits: Tensor, rows: np.ndarray) -> dict[int, int]:
-        """Return the digests of the raw logits of ``rows``, on a host that has them at hand."""
-        places = rows.tolist()
-        if 2 * len(places) < logits.shape[0]:
-            found = self.backend.row_digests(logits[torch.from_numpy(rows)].float()).tolist()
-            return dict(zip(places, found, strict=True))
-        # A row that nobody asks for costs less than a copy of the others.
-        found = self.backend.row_digests(logits if logits.dtype is torch.float32 else logits.float()).tolist()
-        return {place: found[place] for place in places}
+        return LaunchedStep(batch, self.sampler, self._prompt_logprobs(batch))
 
     def _prompt_logprobs(self, batch: InputBatch) -> dict[int, list[Any]]:
         """Return each row's entries, one per successor.

@@ -61,7 +61,7 @@ class InputBatch:
     reporting: np.ndarray  # int64
     alternatives: np.ndarray  # int32
     prompt_parts: list[PromptPart]
-    digested: np.ndarray | None = None  # int64 indices of sampled rows; None: no row wants a digest of its logits
+    digested: list[int] | None = None  # indices of sampled rows; None: no row wants a digest of its logits
     adapters: np.ndarray | None = None  # int32 [rows] adapter slots, negative for none; None: no row has an adapter
 
     @property
@@ -99,7 +99,7 @@ class _Rows:
     sampling: SamplingInput
     reporting: np.ndarray
     alternatives: np.ndarray
-    digested: np.ndarray | None
+    digested: list[int] | None
     adapters: np.ndarray | None
 
 
@@ -194,7 +194,7 @@ class Packer:
             sampled_slots = schedule.slots[sampled_rows]
         alternatives, adapters = slots.logprobs[sampled_slots], slots.adapter[schedule.slots]
         reporting = (alternatives != NO_LOGPROBS).nonzero()[0]
-        digested = slots.has_receipt[sampled_slots].nonzero()[0]
+        digested = slots.has_receipt[sampled_slots].nonzero()[0].tolist()
         return _Rows(
             persistent_batch=schedule.persistent_batch,
             begin=int(schedule.first[0]),
@@ -206,7 +206,7 @@ class Packer:
             sampling=sampling,
             reporting=reporting,
             alternatives=alternatives[reporting],
-            digested=digested if len(digested) else None,
+            digested=digested or None,
             adapters=adapters if self.plan.options.enable_lora and (adapters >= 0).any() else None,
         )
 

@@ -98,6 +98,7 @@ def sampling_input(
         edits_follow=bool(needs),
         masked=masked if len(masked) else None,
         logprob_ids={row: _request(slots, int(rows[row])).params.logprob_token_ids or [] for row in asking} or None,
+        digested=bool(slots.has_receipt[rows].any()),
     )
 
 

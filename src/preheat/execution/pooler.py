@@ -40,6 +40,12 @@ class Pooler:
     def report(self, logits: Tensor) -> None:
         self._hidden = logits
 
+    def digest(self, turn: int, logits: Tensor) -> None:
+        """Do nothing: an engine that pools refuses receipts."""
+
+    def digests(self, turn: int) -> tuple[int, ...]:
+        return ()
+
     def fetch(self, turn: int, *, tokens: bool, reports: bool) -> None:
         if reports:
             self._host[turn][: len(self._hidden)].copy_(self._hidden, non_blocking=True)

@@ -32,6 +32,11 @@ class SilentSampler:
 
     def report(self, logits: Tensor) -> None: ...
 
+    def digest(self, turn: int, logits: Tensor) -> None: ...
+
+    def digests(self, turn: int) -> tuple[int, ...]:
+        return ()
+
     def fetch(self, turn: int, *, tokens: bool, reports: bool) -> None: ...
 
     def read(self, turn: int, rows: int, reporting: np.ndarray, alternatives: np.ndarray) -> SampledRows:

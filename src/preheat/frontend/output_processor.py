@@ -113,8 +113,9 @@ class OutputProcessor:
         for id, entries in delta.prompt_logprobs.items():
             if choice := self.choices.get(id):
                 choice.state.prompt_logprobs.extend(entries)
+        choices, ids = self.choices, delta.ids
         for place, digest in delta.digests.items():
-            if (choice := self.choices.get(delta.ids[place])) and choice.proof is not None:
+            if (choice := choices.get(ids[place])) and choice.proof is not None:
                 choice.proof.digests.append(digest)
 
     def _process_started(self, delta: Delta, now: float) -> None:

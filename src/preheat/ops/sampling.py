@@ -96,6 +96,7 @@ class SamplingInput:
     tokens. The row's answer has the log-probabilities of these tokens in place of the most likely tokens'.
     ``edits_follow``: the same rows may have other edits at the next step. ``masked`` are the indices of rows with a
     grammar. Their masks (:mod:`preheat.grammar.state`) come separately, because they may not be known yet.
+    ``digested``: a row wants the digest of its raw logits (:mod:`preheat.ops.digest`).
     """
 
     size: int
@@ -105,6 +106,7 @@ class SamplingInput:
     edits_follow: bool = False
     masked: np.ndarray | None = None  # int64
     logprob_ids: dict[int, list[int]] | None = None
+    digested: bool = False
 
     @property
     def level(self) -> Level:
@@ -129,8 +131,9 @@ class SamplingInput:
         if self.random is None:
             return self
         return type(self)(
-            self.size, self.random.later(steps), None, None, masked=self.masked, logprob_ids=self.logprob_ids
-        )
+            self.size, self.random.later(steps), None, None, masked=self.masked, logprob_ids=self.logprob_ids,
+            digested=self.digested,
+        )  # fmt: skip
 
     def continues(self, other: SamplingInput) -> bool:
         """Whether only positions can differ from ``other``."""

@@ -63,7 +63,7 @@ class ParallelExecutor(SharedExecutor):
 
     def _answer(self, batch: InputBatch, logits: Tensor | None) -> LaunchedStep:
         step = super()._answer(batch, logits)
-        return CheckedStep(step.batch, step.sampler, step.prompt_logprobs, step.digests, self.ranks.check_step)
+        return CheckedStep(step.batch, step.sampler, step.prompt_logprobs, self.ranks.check_step)
 
     def launch(self, batch: InputBatch) -> LaunchedStep:
         with self._together("launch", self._writer.message(batch)):

@@ -247,7 +247,7 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("audit", "lazy graphs", "its digests are computed on the host, of memory on the host"),
     Refused("audit", "several_models", "nobody has tried the audit there"),
     Refused("receipts", "images any_size prompt_embeds", "a receipt holds tokens, but neither pixels nor embeddings"),
-    Refused("receipts", "pipeline ray lazy graphs several_models", "nobody has tried receipts there"),
+    Refused("receipts", "pipeline ray lazy several_models", "nobody has tried receipts there"),
     Refused("pods", "images any_size prompt_embeds", "a front sends tokens to its pods, neither pixels nor embeddings"),
     Refused("pods", "several_models receipts answer_cache states", "nobody has tried a front there"),
     Refused("pods", "sleep operator updates events audit",
@@ -381,6 +381,7 @@ _WORKS: tuple[Works, ...] = (
     Works("tests/cuda/test_sleep.py::test_level_1_keeps_addresses_and_bits", "graphs", "sleep"),
     Works("tests/cuda/test_elastic.py::test_an_update_makes_a_fresh_engine", "graphs", "updates"),
     Works("tests/cuda/test_elastic.py::test_blocks_come_back_with_their_bits", "graphs", "offload"),
+    Works("tests/cuda/test_receipts.py::test_another_boot_gives_every_answer_again", "graphs", "receipts"),
     # A replica is an engine of its own, and a rank is the same process whoever starts it.
     Works(_API + "test_adapters_are_read_by_all", "replicas", "adapters"),
     Works(_API + "test_replicas_with_ranks_of_their_own", "replicas", "tensor_parallel expert_parallel"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -39,6 +40,12 @@ class Sampler(Protocol):
 
     def report(self, logits: Tensor) -> None:
         """Compute log-probabilities of the drawn and the most likely tokens, of raw ``logits`` [rows, vocab]."""
+
+    def digest(self, turn: int, logits: Tensor) -> None:
+        """Compute the digests of raw ``logits`` [rows, vocab]; the next :meth:`fetch` sends them, too."""
+
+    def digests(self, turn: int) -> Sequence[int]:
+        """Return fetched digests of all rows, after :meth:`read`; valid until the host copy is used again."""
 
     def fetch(self, turn: int, *, tokens: bool, reports: bool) -> None:
         """Send the wanted answers to the host; returns before they arrive."""

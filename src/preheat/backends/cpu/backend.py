@@ -223,6 +223,7 @@ class CpuBackend:
             draw=draw,
             best=draw.best_ids,
             build=draw.build,
+            digests=draw.digests,
         )
 
     def cold_sources(self) -> Mapping[str, Watched]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 import torch
@@ -10,6 +10,7 @@ from torch import Tensor
 
 from preheat.backends.base.sampling import SampledRows
 from preheat.core import Level, TokenLogprobs, marked, unmarked
+from preheat.ops.digest import row_digests
 from preheat.ops.logprobs import prompt_entries, token_logprobs
 from preheat.ops.order import BestIds, best_ids, finite_rows
 from preheat.ops.sampler import HostSampler
@@ -21,6 +22,15 @@ Draw = Callable[[np.ndarray, SamplingInput], np.ndarray | None]
 Rows beyond the step's size are left out.
 """
 
+RowDigests = Callable[[Tensor], Sequence[int]]
+"""A function that returns the digests of all rows of the logits of a draw, see :mod:`preheat.ops.digest`."""
+
+
+def host_digests(logits: Tensor) -> list[int]:
+    """Return the digests of any logits by the reference."""
+    found: list[int] = row_digests(logits.float()).tolist()
+    return found
+
 
 class CpuSampler:
     """Sampler of the step that was described last. Rows for which ``draw`` returns None go to the reference sampler."""
@@ -28,11 +38,13 @@ class CpuSampler:
     def __init__(
         self, num_slots: int, vocab_size: int, handle_topk_duplicates: bool, *, masked_rows: int = 0,
         draw: Draw = lambda logits, step: None, best: BestIds = best_ids, build: Callable[[], None] = lambda: None,
+        digests: RowDigests = host_digests,
     ) -> None:  # fmt: skip
         self.last_token = torch.zeros(num_slots + 1, dtype=torch.int32)  # never read: every token is known to the host
         self._host = HostSampler(num_slots, vocab_size, handle_topk_duplicates)
         self._step, self._draw, self._best = SamplingInput(0, None, None, None), draw, best
-        self._build = build
+        self._build, self._row_digests = build, digests
+        self._digests: Sequence[int] = ()
         self._tokens = np.empty(0, np.int64)
         self._raw = np.empty((0, 0), np.float32)
         self._given: tuple[Tensor, np.ndarray] | None = None  # static logits, and the same as an array
@@ -57,6 +69,12 @@ class CpuSampler:
 
     def report(self, logits: Tensor) -> None:
         self._raw = _array(logits)[: self._step.size].copy()  # a prompt's logits take its memory
+
+    def digest(self, turn: int, logits: Tensor) -> None:
+        self._digests = self._row_digests(logits)
+
+    def digests(self, turn: int) -> Sequence[int]:
+        return self._digests
 
     def fetch(self, turn: int, *, tokens: bool, reports: bool) -> None:
         """Do nothing: the tokens are on the host."""

@@ -25,16 +25,30 @@ def _key(column):
 
 
 @triton.jit(do_not_specialize=["stride"])
-def _digest_rows(words, digests, stride, size: tl.constexpr, block: tl.constexpr, overlap: tl.constexpr):
-    """Write ``digests[row]`` of ``size`` int32 ``words``, one row a program."""
+def _digest_parts(logits, digests, stride, size: tl.constexpr, block: tl.constexpr, overlap: tl.constexpr):
+    """Write ``digests[row, part]``: of a block of the ``size`` logits of a row, as fp32. One block a program."""
     begin(overlap)
-    row = tl.program_id(0).to(tl.int64)
-    total = tl.zeros([block], tl.uint64)
-    for start in range(0, size, block):
-        column = start + tl.arange(0, block)
-        word = tl.load(words + row * stride + column, column < size, other=0)
-        total += word.to(tl.uint32, bitcast=True).to(tl.uint64) * _key(column)
-    tl.store(digests + row, tl.sum(total, 0).to(tl.int64, bitcast=True))
+    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    column = part * block + tl.arange(0, block)
+    logit = tl.load(logits + row * stride + column, column < size, other=0.0).to(tl.float32)
+    terms = logit.to(tl.uint32, bitcast=True).to(tl.uint64) * _key(column)
+    tl.store(digests + row * tl.num_programs(0) + part, tl.sum(terms, 0).to(tl.int64, bitcast=True))
+
+
+def parts_of(vocab: int) -> int:
+    """Return the number of parts of a row of ``vocab`` logits."""
+    return -(-vocab // BLOCK)
+
+
+def digest_parts(logits: Tensor, digests: Tensor) -> None:
+    """Write the digests of the parts of each row of ``logits``, fp32 or what fp32 holds, as int64 [rows, parts].
+
+    Rows must be contiguous. The digest of a row is the sum of its parts, mod 2**64. Never waits for the device.
+    """
+    rows, vocab = logits.shape
+    if rows:
+        grid = parts_of(vocab), rows
+        _digest_parts[grid](logits, digests, logits.stride(0), vocab, BLOCK, **options(num_warps=WARPS))
 
 
 def digest_rows(logits: Tensor) -> Tensor:
@@ -43,9 +57,6 @@ def digest_rows(logits: Tensor) -> Tensor:
     Never waits for the device.
     """
     check_logits(logits)
-    rows, vocab = logits.shape
-    digests = torch.empty(rows, dtype=torch.int64, device=logits.device)
-    if rows:
-        words = logits.view(torch.int32)
-        _digest_rows[(rows,)](words, digests, words.stride(0), vocab, BLOCK, **options(num_warps=WARPS))
-    return digests
+    parts = torch.empty(len(logits), parts_of(logits.shape[1]), dtype=torch.int64, device=logits.device)
+    digest_parts(logits, parts)
+    return parts.sum(1)

@@ -33,7 +33,6 @@ FACTS = Facts(
         ("expert_parallel", "adapters"): "nobody has written the terms of experts that are dealt to ranks there",
         ("pipeline",): "nobody has tried stages there",
         ("audit",): "the digests of the audit are computed on the host",
-        ("receipts",): "its sample program has no digest of the logits yet",
         ("tensor_parallel", "pooling"): "nobody has tried it there",
         ("tensor_parallel", "states"): "nobody has divided states among GPUs",
         ("mtp",): "no GPU has run a layer that predicts ahead",

@@ -16,6 +16,7 @@ from torch import Tensor
 from preheat.backends.base.backend import Backend
 from preheat.backends.base.device import HOST_COPIES
 from preheat.backends.base.sampling import SampledRows
+from preheat.backends.cuda.digest import digest_parts, parts_of
 from preheat.backends.cuda.sample import FINITE, MAX_VOCAB, sampling
 from preheat.backends.cuda.sample_best import peaks, pick
 from preheat.backends.cuda.sample_draw import settle, weigh
@@ -129,7 +130,7 @@ class DeviceCounts:
 class Answer:
     """A step's answers on the host.
 
-    ``arrays`` holds tokens, report ids, report values and values of told tokens.
+    ``arrays`` holds tokens, report ids, report values, values of told tokens, and digests of the parts of rows.
     """
 
     def __init__(self, answers: Sequence[Tensor], backend: Backend) -> None:
@@ -137,12 +138,17 @@ class Answer:
         self._to = [backend.host_copy(each) for each in answers]
         self.arrays = [each.numpy() for each in self._to]
         self._there = backend.event()
+        self.digested = 0  # rows with digests
 
-    def fetch(self, tokens: bool, reports: bool, told: bool) -> None:
-        """Fetch the wanted arrays, of all rows; returns before they have arrived."""
-        for wanted, source, target in zip((tokens, reports, reports, told), self._from, self._to, strict=True):
+    def fetch(self, tokens: bool, reports: bool, told: bool, digested: int) -> None:
+        """Fetch the wanted arrays of all rows, and digests of ``digested`` rows; returns before they have arrived."""
+        *_, (parts, kept) = pairs = list(zip(self._from, self._to, strict=True))
+        for wanted, (source, target) in zip((tokens, reports, reports, told), pairs[:-1], strict=True):
             if wanted:
                 target.copy_(source, non_blocking=True)
+        if digested:
+            kept[:digested].copy_(parts[:digested], non_blocking=True)
+        self.digested = digested
         self._there.record()
 
     def wait(self) -> None:
@@ -208,7 +214,8 @@ class CudaSampler:
         self._arrays = [host.numpy() for host in self._host]
         self._packed: list[tuple[SamplingInput | None, int]] = [(None, 0)] * HOST_COPIES  # step and words of each copy
         self._described: SamplingInput | None = None  # the content of ``settings``
-        answers = self.tokens, self.report_ids, self.report_values, self._told_values
+        self._parts, self._digested = zeros(max_rows, parts_of(vocab_size), dtype=torch.int64), 0
+        answers = self.tokens, self.report_ids, self.report_values, self._told_values, self._parts
         self._answers = [Answer(answers, backend) for _ in range(HOST_COPIES)]
 
     def forget(self) -> None:
@@ -257,13 +264,23 @@ class CudaSampler:
         if self._telling:
             self._launch_told(self.settings, logits)
 
+    def digest(self, turn: int, logits: Tensor) -> None:
+        self._digested = len(logits)
+        digest_parts(logits, self._parts)
+
+    def digests(self, turn: int) -> Sequence[int]:
+        answer = self._answers[turn]
+        found: list[int] = answer.arrays[-1][: answer.digested].sum(1).tolist()
+        return found
+
     def fetch(self, turn: int, *, tokens: bool, reports: bool) -> None:
-        self._answers[turn].fetch(tokens, reports, bool(reports and self._told[turn]))
+        digested, self._digested = self._digested, 0
+        self._answers[turn].fetch(tokens, reports, bool(reports and self._told[turn]), digested)
 
     def read(self, turn: int, rows: int, reporting: np.ndarray, alternatives: np.ndarray) -> SampledRows:
         answer = self._answers[turn]
         answer.wait()
-        tokens, ids, values, told_values = answer.arrays
+        tokens, ids, values, told_values, _ = answer.arrays
         found = tokens[:rows].copy()
         if not len(reporting):
             return found, []
@@ -283,9 +300,10 @@ class CudaSampler:
         return prompt_entries(read_report(ids, values, tokens, np.full(count, alternatives)), finite)
 
     def compile(self, logits: Tensor) -> None:
-        """Compile reports of log-probabilities, and the count of a whole sequence."""
+        """Compile reports of log-probabilities, digests, and the count of a whole sequence."""
         self._launch_logprobs(self.settings, logits[:1], self.tokens)
         self._launch_told(self.settings, logits[:1])
+        digest_parts(logits[:1], self._parts)
         self.counts.launch(self.settings, 1)
 
     def sample(self, level: Level, logits: Tensor) -> None:

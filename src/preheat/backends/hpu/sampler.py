@@ -14,6 +14,7 @@ from torch import Tensor
 from preheat.backends.base.sampling import SampledRows
 from preheat.backends.hpu.bridge import Bridge
 from preheat.core import Level, TokenLogprobs, marked, unmarked
+from preheat.ops.digest import row_digests
 from preheat.ops.logprobs import prompt_entries, token_logprobs
 from preheat.ops.order import finite_rows
 from preheat.ops.sampler import HostSampler
@@ -55,6 +56,13 @@ class HpuSampler:
 
     def report(self, logits: Tensor) -> None:
         """Do nothing: the logits are in the static tensor."""
+
+    def digest(self, turn: int, logits: Tensor) -> None:
+        """Do nothing: the logits are in the static tensor."""
+
+    def digests(self, turn: int) -> list[int]:
+        found: list[int] = row_digests(self._raw[: self._step.size].cpu()).tolist()
+        return found
 
     def fetch(self, turn: int, *, tokens: bool, reports: bool) -> None:
         """Wait for the step, and draw."""

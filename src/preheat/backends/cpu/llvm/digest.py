@@ -16,7 +16,7 @@ from torch import Tensor
 
 from preheat.backends.cpu.llvm.emit import INT, LANES, LONG, POINTER, WORD, WORDS, Function, Value, constant
 from preheat.backends.cpu.llvm.machine import Code
-from preheat.ops.digest import check_logits, keys
+from preheat.ops.digest import FIRST, GOLDEN, SECOND, check_logits, keys
 
 _WIDE = ir.VectorType(LONG, LANES)
 _NOTHING = (0,) * LANES
@@ -27,38 +27,68 @@ def digest(module: ir.Module) -> None:
 
     A row begins ``stride`` words behind the row before it.
     """
-    e = Digest(module, "digest", [POINTER, LONG, LONG, LONG, POINTER, POINTER])
-    logits, vocab, rows, stride, _, found = e.args
-    whole = e.mul(e.div(vocab, LANES), LANES)
-    some, rest = e.variable(constant(_WIDE, _NOTHING)), e.variable(e.i(0))
+    e = Function(module, "digest", [POINTER, LONG, LONG, LONG, POINTER, POINTER])
+    logits, vocab, rows, stride, table, found = e.args
+    row_digest = RowDigest(e, vocab, table)
     with e.loop(0, rows) as row:
-        line = e.at(logits, e.mul(row, stride))
-        e.set(some, constant(_WIDE, _NOTHING))
-        e.set(rest, e.i(0))
-        with e.loop(0, whole, LANES) as at:
-            e.set(some, e.b.add(e.get(some), e.terms(line, at, WORDS, _WIDE)))
-        with e.loop(whole, vocab) as at:
-            e.set(rest, e.add(e.get(rest), e.terms(line, at, WORD, LONG)))
-        e.store(e.add(e.total(e.get(some)), e.get(rest)), found, row, LONG, 8)
+        e.store(row_digest(e.at(logits, e.mul(row, stride))), found, row, LONG, 8)
     e.close()
 
 
-class Digest(Function):
-    """The body of the function."""
+class RowDigest:
+    """The digest of a row inside the function ``e``: a row has ``vocab`` words, ``table`` points to their keys.
 
-    def terms(self, line: Value, at: Value, words: ir.Type, wide: ir.Type) -> Value:
+    Without a table, keys are computed. That takes less time than reading them once, and more than reading them again.
+    """
+
+    def __init__(self, e: Function, vocab: Value, table: Value | None = None) -> None:
+        self._e, self._vocab, self._table = e, vocab, table
+        self._whole = e.mul(e.div(vocab, LANES), LANES)
+        self._some, self._rest = e.variable(constant(_WIDE, _NOTHING)), e.variable(e.i(0))
+
+    def __call__(self, line: Value) -> Value:
+        """Return the digest of a ``line``."""
+        e, some, rest = self._e, self._some, self._rest
+        e.set(some, constant(_WIDE, _NOTHING))
+        e.set(rest, e.i(0))
+        with e.loop(0, self._whole, LANES) as at:
+            e.set(some, e.b.add(e.get(some), self._terms(line, at, WORDS, _WIDE)))
+        with e.loop(self._whole, self._vocab) as at:
+            e.set(rest, e.add(e.get(rest), self._terms(line, at, WORD, LONG)))
+        return e.add(self._total(e.get(some)), e.get(rest))
+
+    def _terms(self, line: Value, at: Value, words: ir.Type, wide: ir.Type) -> Value:
         """Return the words of a ``line`` from ``at`` on, each times its key."""
-        word = self.b.load(self.at(line, at), typ=words, align=4)
-        key = self.b.load(self.at(self.args[4], at, LONG), typ=wide, align=8)
-        return self.b.mul(self.b.zext(word, wide), key)
+        b = self._e.b
+        word = b.load(self._e.at(line, at), typ=words, align=4)
+        if self._table is None:
+            key = self._key(at, wide)
+        else:
+            key = b.load(self._e.at(self._table, at, LONG), typ=wide, align=8)
+        return b.mul(b.zext(word, wide), key)
 
-    def total(self, lanes: Value) -> Value:
+    def _key(self, at: Value, wide: ir.Type) -> Value:
+        """Return the keys of words from ``at`` on."""
+        e, b = self._e, self._e.b
+
+        def all_(number: int) -> Value:
+            return constant(wide, (number,) * LANES if wide is _WIDE else number)
+
+        state = e.mul(e.add(at, 1), GOLDEN)
+        if wide is _WIDE:
+            steps = constant(wide, tuple(lane * GOLDEN % 2**64 for lane in range(LANES)))
+            state = b.add(e.splat(state, wide), steps)
+        for shift, factor in ((30, FIRST), (27, SECOND)):
+            state = b.mul(b.xor(state, b.lshr(state, all_(shift))), all_(factor))
+        return b.or_(b.xor(state, b.lshr(state, all_(31))), all_(1))
+
+    def _total(self, lanes: Value) -> Value:
         """Return the sum of all lanes."""
-        half = LANES // 2
+        b, half = self._e.b, LANES // 2
         while half:
             mask = constant(WORDS, tuple((lane + half) % LANES for lane in range(LANES)))
-            lanes, half = self.b.add(lanes, self.b.shuffle_vector(lanes, lanes, mask)), half // 2
-        return self.b.extract_element(lanes, constant(INT, 0))
+            lanes, half = b.add(lanes, b.shuffle_vector(lanes, lanes, mask)), half // 2
+        return b.extract_element(lanes, constant(INT, 0))
 
 
 class Digests:

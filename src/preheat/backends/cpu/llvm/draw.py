@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 
+from preheat.backends.cpu.llvm.digest import RowDigest
 from preheat.backends.cpu.llvm.emit import FLOATS, INT, LANES, LONG, POINTER, WORDS, Function, Value
 
 SETTINGS = 8
@@ -36,13 +37,17 @@ Words = list[Value]
 
 
 def draw(module: ir.Module) -> None:
-    """Write ``draw(logits, vocab, rows, settings, tokens, tail)``.
+    """Write ``draw(logits, vocab, rows, settings, tokens, tail, digests, keys)``.
 
     It stores a token for each row of logits, and returns the number of rows without a finite maximum or with a NaN.
-    ``tail`` has room for a block of logits.
+    ``tail`` has room for a block of logits. If ``digests`` is not null, it stores a digest for each row, too
+    (:mod:`preheat.backends.cpu.llvm.digest`): a row that was just drawn from is still in the processor's caches.
+    ``keys`` may be null.
     """
-    e = Draw(module, "draw", [POINTER, LONG, LONG, POINTER, POINTER, POINTER], LONG)
-    logits, vocab, rows, settings, tokens, tail = e.args
+    e = Draw(module, "draw", [POINTER, LONG, LONG, *[POINTER] * 5], LONG)
+    logits, vocab, rows, settings, tokens, tail, digests, table = e.args
+    digested, read = (e.b.icmp_unsigned("!=", each, ir.Constant(POINTER, None)) for each in (digests, table))
+    with_table, alone = RowDigest(e, vocab, table), RowDigest(e, vocab)
     bad = e.variable(e.i(0))
     e.set(bad, e.i(0))
     whole = e.div(vocab, BLOCK)
@@ -63,6 +68,10 @@ def draw(module: ir.Module) -> None:
         random = e.b.fcmp_ordered(">", e.load(own), e.f(0.0))
         with e.when(e.b.and_(usable, random)):
             e.store(e.b.zext(e.race(block, blocks, own, peak), LONG), tokens, row, LONG, 8)
+        with e.when(e.b.and_(digested, read)):
+            e.store(with_table(line), digests, row, LONG, 8)
+        with e.when(e.b.and_(digested, e.b.not_(read))):
+            e.store(alone(line), digests, row, LONG, 8)
     e.close(e.get(bad))
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from ctypes import CFUNCTYPE, c_int64, c_void_p
 from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from llvmlite import ir
+from torch import Tensor
 
 from preheat.backends.cpu.llvm import targets
 from preheat.backends.cpu.llvm.best import best
@@ -18,12 +21,15 @@ from preheat.backends.cpu.llvm.machine import Code, compile_code
 from preheat.backends.cpu.llvm.memory import zeros
 from preheat.backends.cpu.llvm.targets import Target
 from preheat.core import Level
+from preheat.ops.digest import keys
 from preheat.ops.philox import MAX_SPREAD
 from preheat.ops.sampling import SamplingInput
 from preheat.ops.top_k_top_p import WINDOW, Filter, SamplingMetadata, furthest, keep_ordered
 
 _POSITION = 4
 _ID = 0xFFFFFFFF
+_ROWS_WITH_TABLE = 3
+"""The fewest rows for which keys of digests are read."""
 
 
 @cache
@@ -48,7 +54,11 @@ class Draws:
         self._tokens = zeros(rows, np.int64)
         self._settings = zeros(rows * SETTINGS, np.uint32).reshape(rows, SETTINGS)
         self._tail = zeros(BLOCK, np.float32)
+        digests = zeros(rows, np.int64)
+        self._digests: Sequence[int] = memoryview(digests)  # type: ignore[arg-type]  # numpy's arrays are buffers
+        self._digested = False
         self._addresses = tuple(each.ctypes.data for each in (self._settings, self._tokens, self._tail))
+        self._digests_at, self._keys = digests.ctypes.data, np.empty(0, np.uint64)
         self._duplicates = duplicates
         self._kept: np.ndarray | None = None
         self._logits: tuple[np.ndarray, int] | None = None  # the last ones, and their address
@@ -63,7 +73,7 @@ class Draws:
 
     @cached_property
     def _draw(self) -> Any:
-        return CFUNCTYPE(c_int64, c_void_p, c_int64, c_int64, *[c_void_p] * 3)(self.code.address("draw"))
+        return CFUNCTYPE(c_int64, c_void_p, c_int64, c_int64, *[c_void_p] * 5)(self.code.address("draw"))
 
     @cached_property
     def _pick(self) -> Any:
@@ -82,6 +92,7 @@ class Draws:
 
         None: a row has penalties, edits or a mask, or no finite maximum; the reference sampler draws.
         """
+        self._digested = False
         if step.level is Level.FULL or not logits.flags.c_contiguous:
             return None
         count, vocab = step.size, logits.shape[1]
@@ -91,11 +102,29 @@ class Draws:
             self._describe(step.random, vocab)
         elif self._kept is not None:
             self._settings[:, 0], self._kept, self._filtered = 0, None, []
-        if self._draw(self._logits[1], vocab, count, *self._addresses):
+        places = (self._digests_at, self._keys_of(vocab, count)) if step.digested else (None, None)
+        if self._draw(self._logits[1], vocab, count, *self._addresses, *places):
             return None
+        self._digested = step.digested
         for row, how in self._filtered:
             self._tokens[row] = self._among(logits, row, how)
         return self._tokens[:count]
+
+    def digests(self, logits: Tensor) -> Sequence[int]:
+        """Return the digests of all rows of the ``logits`` of the last call, valid until the next one."""
+        if self._digested:
+            return self._digests
+        found: list[int] = self.row_digests(logits if logits.dtype is torch.float32 else logits.float()).tolist()
+        return found
+
+    def _keys_of(self, vocab: int, rows: int) -> int | None:
+        """Return the address of the keys of digests, None for so few rows that keys are better computed."""
+        if rows < _ROWS_WITH_TABLE:
+            return None
+        if len(self._keys) != vocab:
+            self._keys = keys(vocab)
+            self._keys_at = self._keys.ctypes.data
+        return self._keys_at
 
     def best_ids(self, line: np.ndarray, width: int) -> np.ndarray:
         """Return the ids of the best tokens of a ``line`` without NaN, as :func:`preheat.ops.order.best_ids` does."""
