@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -261,3 +262,47 @@ def test_two_models_are_not_one(capsys):
     for command in ("serve", "plan"):
         assert main([command, "one", "--model", "other"]) == 2
         assert "given twice" in capsys.readouterr().err
+
+
+PROMPTS = {
+    "text": ("a text", "--skip-tokenizer-init has no tokenizer"),
+    "unknown": ('{"prompt": [1, 4096]}', "prompt 1 has the token id 4096: ids are 0 to 4,095"),
+    "negative": ('{"prompt": [1]}\n{"prompt": [-1]}', "prompt 2 has the token id -1"),
+    "empty": ('{"prompt": []}', "prompt 1 has no token"),
+    "long": (json.dumps({"prompt": [5] * 2049}), "prompt 1 has 2,049 tokens"),
+}
+LATE = [
+    *((f"{line} --prompts FILE", name) for line in (
+        "verify", "verify --write-golden g", "diff --other {\"seed\":1}", "generate", "calibrate --output x",
+    ) for name in PROMPTS),
+    ("verify --against http://127.0.0.1:1 --prompts FILE", "text"),
+    ("verify --write-golden no/such/g", "--write-golden no/such/g: its folder does not exist"),
+    ("verify --write-golden .", "--write-golden .: it is a folder"),
+    ("diff --other {\"seed\":1} --html no/such/h", "--html no/such/h: its folder does not exist"),
+    ("verify --against localhost:1", "must begin with http://"),
+    ("verify --fuzz nan", "--fuzz must be a number of seconds"),
+    ("verify --fuzz inf", "--fuzz must be a number of seconds"),
+    ("verify --fuzz -1", "--fuzz must be a number of seconds"),
+    ("verify --digest RECORD --boot-check off", "this boot has no digest"),
+    ("verify --digest RECORD --skip-warmup", "this boot has no digest"),
+    ("generate --chat --prompts FILE", "empty"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("line", "said"), LATE)
+def test_a_command_that_cannot_work_boots_no_engine(line, said, capsys, monkeypatch, tmp_path):
+    """A mistake is told before the boot, which would take seconds, and before work, which takes minutes."""
+    monkeypatch.setitem(sys.modules, "preheat.startup", SimpleNamespace(boot_engine=no_boot, run_engine=no_boot))
+    monkeypatch.setitem(sys.modules, "preheat.llm", SimpleNamespace(LLM=no_boot))
+    monkeypatch.setattr("preheat.verify.command.read_proof", lambda path: None)
+    (tmp_path / "prompts").write_text(PROMPTS[said][0] if said in PROMPTS else "")
+    words = [str(tmp_path / "prompts") if word == "FILE" else word for word in line.split()]
+    words += ["--skip-tokenizer-init"] * (said == "text")
+    assert main(words) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    expected = "--chat sends texts" if "--chat" in line else PROMPTS[said][1] if said in PROMPTS else said
+    assert expected in error
+
+
+def no_boot(*_, **__):
+    raise AssertionError("an engine boots")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable, Iterable
+from pathlib import Path
 from typing import Any
 
 from preheat.errors import SettingsError
 from preheat.settings import OPTIONS, Settings
+from preheat.utils.files import shown
 from preheat.utils.log import printable
 from preheat.utils.options import Option, add_flags
 
@@ -37,6 +40,19 @@ def say(text: str) -> None:
 def flag_of(name: str) -> str:
     """Return the flag of an option."""
     return "--" + name.replace("_", "-")
+
+
+def check_folder(flag: str, path: str | None) -> None:
+    """Raise SettingsError if no file can be written at the ``path`` of ``flag``, before any work. None is no file."""
+    why = ""
+    if path is not None and Path(path).is_dir():
+        why = "it is a folder: name a file"
+    elif path is not None and not Path(path).absolute().parent.is_dir():
+        why = "its folder does not exist; create it, or name another file"
+    elif path is not None and not os.access(path if Path(path).exists() else Path(path).absolute().parent, os.W_OK):
+        why = "it cannot be written: name another file"
+    if why:
+        raise SettingsError(f"{flag} {shown(path or '')}: {why}")
 
 
 def load(values: dict[str, Any]) -> Settings:

@@ -16,9 +16,11 @@ import msgspec
 from preheat.cli.common import ENGINE_OPTIONS, flag_of, load
 from preheat.cli.prompts import given_prompts
 from preheat.core import SAMPLING_FIELDS, SamplingParams
+from preheat.errors import SettingsError
 from preheat.frontend.input_processor import check_params
 from preheat.utils.log import set_up_logging
 from preheat.utils.options import add_flags
+from preheat.verify.given import check_ids, check_texts
 
 if TYPE_CHECKING:
     from preheat.frontend.outputs import RequestOutput
@@ -94,7 +96,12 @@ def run_generate(values: dict[str, Any]) -> int:
     sampling = {"max_tokens": SamplingParams().max_tokens}
     sampling |= {name: values.pop(name) for name in SAMPLING_FIELDS if name in values}
     check_params(sampling)  # before anything is loaded
-    set_up_logging(load({**values, "model_argument": None}))
+    settings = load({**values, "model_argument": None})
+    if chat and not all(isinstance(each, str) for each in prompts):
+        raise SettingsError("--chat sends texts, and a prompt has token ids: write its text, or leave --chat out")
+    check_texts(settings, prompts)
+    check_ids(settings, prompts, 1)
+    set_up_logging(settings)
     values |= {"model": values["model"][0]} if "model" in values else {}
     from preheat.llm import LLM
 

@@ -8,14 +8,15 @@ import os
 from pathlib import Path
 from typing import Any
 
-from preheat.cli.common import ENGINE_OPTIONS, FAILURE, load
+from preheat.cli.common import ENGINE_OPTIONS, FAILURE, check_folder, load
 from preheat.cli.prompts import given_prompts
 from preheat.core import Ready
-from preheat.errors import PreheatError, SettingsError
+from preheat.errors import PreheatError
 from preheat.plan import commands as plan_commands
 from preheat.settings import OPTIONS
 from preheat.transport import InlineTransport
 from preheat.utils.log import printable, set_up_logging
+from preheat.verify.given import check_ids, check_texts
 
 CALIBRATE_OPTIONS = [
     opt for opt in ENGINE_OPTIONS if opt.group in ("Model", "General") or opt.name in (
@@ -70,8 +71,7 @@ def run_warm(values: dict[str, Any]) -> int:
     """Boot, warm up and print the record; return the exit status."""
     as_json, html = values.pop("json"), values.pop("html")
     settings = load(values)
-    if html is not None and not Path(html).absolute().parent.is_dir():
-        raise SettingsError(f"--html {html}: its folder does not exist; create it, or name another file")
+    check_folder("--html", html)
     set_up_logging(settings)
     from preheat.engine.progress import ProgressBar
     from preheat.startup import boot_engine
@@ -109,6 +109,9 @@ def run_calibrate(values: dict[str, Any]) -> int:
     config = values.pop("quant_config", None) or os.environ.get(OPTIONS["quant_config"].env_names[1])
     settings = load({**values, **({"quantization": "inc", "quant_config": config} if config else {})})
     prompts = list(given_prompts([], path)) if path else None
+    if prompts is not None:
+        check_texts(settings, prompts)
+        check_ids(settings, prompts, 1)
     set_up_logging(settings)
     from preheat.calibration import calibrate
 

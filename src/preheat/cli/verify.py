@@ -8,11 +8,14 @@ from typing import Any
 
 import msgspec
 
-from preheat.cli.common import ENGINE_OPTIONS, FAILURE, add_command, load, say
+from preheat.cli.common import ENGINE_OPTIONS, FAILURE, add_command, check_folder, load, say
 from preheat.cli.prompts import given_prompts
+from preheat.settings import Settings
 from preheat.utils.log import set_up_logging
 from preheat.verify import command as verify_command
 from preheat.verify.command import Asked
+from preheat.verify.given import check_ids, encoded
+from preheat.verify.prompts import REDUCED
 
 ASKED = (
     "prompts",
@@ -85,7 +88,8 @@ def run_verify(values: dict[str, Any]) -> int:
     asked = Asked(**{name: values.pop(name) for name in ASKED})
     settings = load(values)
     set_up_logging(settings)
-    given = list(given_prompts([], asked.prompts)) if asked.prompts else None
+    check_folder("--write-golden", asked.write_golden)
+    given = _given(settings, asked.prompts, None if asked.against else asked.size.outputs)
     tell = (lambda _: None) if asked.json else say
     if asked.against:
         verdict = verify_command.server(settings, asked, given, tell)
@@ -105,6 +109,19 @@ def run_verify(values: dict[str, Any]) -> int:
     return 0 if verdict.ok else FAILURE
 
 
+def _given(settings: Settings, path: str | None, outputs: int | None) -> list[list[int]] | None:
+    """Return the token ids of the prompts in a file, None without one. Raises SettingsError, before any engine boots.
+
+    ``outputs`` tokens will follow each; None: another server runs them, with a model that is not known here.
+    """
+    if path is None:
+        return None
+    found = encoded(settings, list(given_prompts([], path)))
+    if outputs is not None:
+        check_ids(settings, found, outputs)
+    return found
+
+
 def run_replay(values: dict[str, Any]) -> int:
     """Give answers again from their receipts; return the exit status."""
     path, at = values.pop("receipt"), values.pop("at")
@@ -116,6 +133,9 @@ def run_replay(values: dict[str, Any]) -> int:
     from preheat.verify.drive import Engine
 
     receipts = replay.read_receipts(path) if path is not None else replay.read_log(settings.receipts_log)
+    if at is not None:
+        for receipt in receipts:
+            replay.check_position(receipt, at)
     engine, wrong = Engine(boot_engine, settings), 0
     if len(receipts) > 1 and at is None:
         return _replay_log(receipts, engine, any_contract=whatever, as_json=as_json)
@@ -137,15 +157,16 @@ def run_diff(values: dict[str, Any]) -> int:
     adapters, page = (values.pop("adapter"), values.pop("other_adapter")), values.pop("html")
     settings = load(values)
     set_up_logging(settings)
+    check_folder("--html", page)
+    given = _given(settings, path, REDUCED.outputs)
     from preheat.startup import boot_engine
     from preheat.verify import diff, diff_page
 
-    given = list(given_prompts([], path)) if path else None
     other = None if text is None else diff.other_settings(values, text)
     both, found = diff.Both(boot_engine, settings, other, adapters), []
     if not as_json:
         say(diff.HEADER)
-    for each in both.compare(verify_command.few_prompts(settings, both.one, given)):
+    for each in both.compare(verify_command.few_prompts(both.one, given)):
         found.append(each)
         if as_json:
             print(msgspec.json.encode(each).decode())

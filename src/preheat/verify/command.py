@@ -5,6 +5,7 @@ Torch is imported only where an engine is booted.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
@@ -26,8 +27,10 @@ if TYPE_CHECKING:
     from preheat.verify.drive import Boot, Engine, Prompts
 
 Say = Callable[[str], None]
-Given = list[str | list[int]] | None
-"""The user's prompts, as text or as token ids."""
+Given = list[list[int]] | None
+"""The user's prompts, as token ids."""
+
+_NO_DIGEST = "this boot has no digest: it needs the warm-up and --boot-check quick or full"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,6 +59,10 @@ class Asked:
             raise SettingsError("--random-models and --fuzz-seed belong to --fuzz SECONDS")
         if self.fuzz is not None and (self.digest or self.against or self.prompts or self.reduced):
             raise SettingsError("--fuzz draws its own requests: give it without --prompts, --reduced and the like")
+        if self.fuzz is not None and not 0 <= self.fuzz < math.inf:
+            raise SettingsError(f"--fuzz must be a number of seconds, 0 for one round, not {self.fuzz}")
+        if self.against and not self.against.startswith(("http://", "https://")):
+            raise SettingsError(f"--against {self.against!r} must begin with http:// or https://")
 
     @property
     def size(self) -> Size:
@@ -66,28 +73,28 @@ def engine(boot: Boot, settings: Settings, asked: Asked, given: Given, say: Say)
     """Verify the engine of ``settings`` and print each path's result as it is done."""
     from preheat.verify.verification import Verification
 
-    verification = Verification(boot, settings, _maker(settings, asked, given), asked.size)
+    verification = Verification(boot, settings, _maker(asked, given), asked.size)
     verdict = verification.verdict(_printed(verification.results(), say))
     say(summary(verdict))
     return verdict
 
 
-def _maker(settings: Settings, asked: Asked, given: Given) -> Prompts:
+def _maker(asked: Asked, given: Given) -> Prompts:
     """Return the maker of the prompts that were asked for."""
 
     def prompts(engine: Engine) -> list[Prompt]:
         if given is None:
             return make_prompts(asked.size, engine.vocab_size, engine.ready.max_model_len)
-        return with_settings(_encoded(settings, given), asked.size.outputs)
+        return with_settings(given, asked.size.outputs)
 
     return prompts
 
 
-def few_prompts(settings: Settings, engine: Engine, given: Given) -> list[Prompt]:
+def few_prompts(engine: Engine, given: Given) -> list[Prompt]:
     """Return the prompts ``given``, or the few of ``--reduced``."""
     if given is None:
         return make_prompts(REDUCED, engine.vocab_size, engine.ready.max_model_len)
-    return with_settings(_encoded(settings, given), REDUCED.outputs)
+    return with_settings(given, REDUCED.outputs)
 
 
 def golden(boot: Boot, settings: Settings, asked: Asked, given: Given, say: Say) -> int:
@@ -97,12 +104,14 @@ def golden(boot: Boot, settings: Settings, asked: Asked, given: Given, say: Say)
 
     stored = read_golden(asked.golden) if asked.golden else None
     engine = Engine(boot, settings)
-    now = golden_of(engine, _maker(settings, asked, given)(engine))
+    prompts = _maker(asked, given)(engine)
+    if stored is not None and asked.golden is not None:
+        check_same_prompts(stored, prompts, asked.golden)
+    now = golden_of(engine, prompts)
     if stored is None or asked.golden is None:
         write_golden(now, asked.write_golden or "")
         say(f"{len(now.answers):,} answers are in {asked.write_golden}, with the contract {now.contract.id}")
         return 0
-    check_same_prompts(stored, now, asked.golden)
     for difference in differences(stored, now):
         say(difference)
     equal = stored.answers == now.answers
@@ -130,7 +139,7 @@ def fuzz(boot: Boot, settings: Settings, asked: Asked, say: Say) -> Verdict:
 def server(settings: Settings, asked: Asked, given: Given, say: Say) -> Verdict:
     """Verify the server at ``asked.against``."""
     assert asked.against is not None
-    prompts = None if given is None else with_settings(_encoded(settings, given), asked.size.outputs)
+    prompts = None if given is None else with_settings(given, asked.size.outputs)
     key = next(iter(settings.api_key), None)
     return Verdict(_printed(verify_server(asked.against, asked.size, prompts, key), say))
 
@@ -141,12 +150,14 @@ def digest(boot: Boot, settings: Settings, path: str, say: Say) -> int:
     Returns the exit status, 0 if the bits are equal.
     """
     stored = read_proof(path)
+    if settings.skip_warmup or settings.boot_check == "off":
+        raise SettingsError(_NO_DIGEST)
     transport = InlineTransport()
     boot(settings, transport)
     ready = next(message for message in transport.receive() if isinstance(message, Ready))
     now = Record.from_json(ready.record).proof
     if not now.digest:
-        raise SettingsError("this boot has no digest: it needs the warm-up and --boot-check quick or full")
+        raise SettingsError(_NO_DIGEST)
     for difference in differences(stored, now):
         say(difference)
     equal = stored.digest == now.digest
@@ -169,9 +180,3 @@ def _printed(results: Iterable[PathResult], say: Say) -> list[PathResult]:
 def decoder(settings: Settings) -> Callable[[list[int]], str]:
     """Return a function from token ids to their text, special tokens included."""
     return partial(Tokenizer(find_tokenizer(settings)).decode, skip_special_tokens=False)
-
-
-def _encoded(settings: Settings, given: list[str | list[int]]) -> list[list[int]]:
-    """Return the token ids of the user's prompts."""
-    tokenizer = Tokenizer(find_tokenizer(settings))
-    return [tokenizer.encode(prompt, True) if isinstance(prompt, str) else prompt for prompt in given]

@@ -19,6 +19,7 @@ from preheat.settings import Settings
 from preheat.utils.adapters import lora_modules
 from preheat.utils.files import shown
 from preheat.verify.drive import Boot, Engine
+from preheat.verify.given import pools
 from preheat.verify.prompts import Prompt
 
 
@@ -64,11 +65,11 @@ class Both:
             _check_adapter(name, those)
         if other is None and adapters[0] == adapters[1]:
             raise SettingsError("preheat diff needs two configurations: give --other, --adapter or --other-adapter")
+        if pools(settings) or pools(other or settings):
+            raise SettingsError("preheat diff compares tokens, and an engine that pools generates none")
         self.adapters = adapters
         self.one = Engine(boot, settings)
         self._other = self.one if other is None else Engine(boot, other)
-        if self.one.pools or self._other.pools:
-            raise SettingsError("preheat diff compares tokens, and an engine that pools generates none")
         if self.one.vocab_size != self._other.vocab_size:
             raise SettingsError(
                 f"--other has a vocabulary of {self._other.vocab_size:,} tokens, not {self.one.vocab_size:,}: compare "

@@ -47,10 +47,14 @@ def golden_of(engine: Engine, prompts: Sequence[Prompt]) -> Golden:
     assert contract is not None, "an engine that is ready has a contract"
     return Golden(
         contract=contract,
-        prompts=_digest(repr([(each.tokens, each.params) for each in prompts]).encode()),
+        prompts=_digest_of(prompts),
         answers=[_answer(*pair) for pair in zip(seen, engine.answers, strict=True)],
         layers=[_digest(each.contiguous().numpy().tobytes()) for each in _outputs(engine, prompts[0].tokens)],
     )
+
+
+def _digest_of(prompts: Sequence[Prompt]) -> str:
+    return _digest(repr([(each.tokens, each.params) for each in prompts]).encode())
 
 
 def _answer(seen: Seen, answer: Answer) -> str:
@@ -102,9 +106,9 @@ def read_golden(path: str) -> Golden:
         raise SettingsError(f"--golden {shown(path)} is no golden file: {why_unread(error)}") from None
 
 
-def check_same_prompts(stored: Golden, now: Golden, path: str) -> None:
+def check_same_prompts(stored: Golden, prompts: Sequence[Prompt], path: str) -> None:
     """Raise SettingsError if the file is about other prompts."""
-    if (stored.prompts, len(stored.answers)) != (now.prompts, len(now.answers)):
+    if (stored.prompts, len(stored.answers)) != (_digest_of(prompts), len(prompts)):
         raise SettingsError(
             f"--golden {shown(path)} has {len(stored.answers):,} other prompts: give --prompts, --reduced and "
             "--max-model-len as they were"

@@ -248,10 +248,15 @@ class Step(msgspec.Struct):
         yield from (f"{id:>9} {self.logits[id]!r}" for id in order[:TOP])
 
 
-def step_at(receipt: Receipt, engine: Engine, position: int) -> Step:
-    """Compute one step of an answer, behind the receipt's own tokens. Raises InvalidRequest for a wrong position."""
+def check_position(receipt: Receipt, position: int) -> None:
+    """Raise InvalidRequest if the answer has no token at ``position``."""
     if not 0 <= position < len(receipt.tokens):
         raise InvalidRequest(f"--at must be from 0 to {len(receipt.tokens) - 1}, not {position}")
+
+
+def step_at(receipt: Receipt, engine: Engine, position: int) -> Step:
+    """Compute one step of an answer, behind the receipt's own tokens. Raises InvalidRequest for a wrong position."""
+    check_position(receipt, position)
     with engine.keeping_logits() as kept:
         (seen,) = engine.run([Replayed(receipt, position, position + 1)])
     token, (bits,) = engine.answers[0].tokens[0], seen.bits
