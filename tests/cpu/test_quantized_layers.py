@@ -50,6 +50,8 @@ def random_weight(scheme: Scheme, *shape: int, dtype: torch.dtype = torch.float3
     random = torch.Generator().manual_seed(seed)
     weight = empty_weight(scheme, *shape, dtype=dtype, device=torch.device("cpu"))
     weight.scales.uniform_(0.5, 2, generator=random).mul_(shape[-1] ** -0.5 / 100)
+    if scheme.powers:
+        weight.scales.log2_().round_().exp2_()
     if scheme.code == "fp8":
         weight.codes.copy_(torch.randn(shape, generator=random).mul_(90).clamp_(-448, 448))
     else:

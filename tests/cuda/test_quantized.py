@@ -33,7 +33,7 @@ from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
 from preheat.backends.cuda.prove import compile_kernels, differing, random_weight, settle
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.ops import quantization
-from preheat.ops.fp4 import nearest
+from preheat.ops.fp4 import nearest, powers
 from preheat.ops.kinds import Scheme
 from preheat.ops.proof import noise
 from preheat.ops.values import Routing
@@ -126,6 +126,8 @@ def test_weights_equal_the_reference_in_torch(scheme):
     numbers = noise(40, 256).mul_(3).round_().clamp_(-8, 7).cuda()
     weight.codes.copy_(nearest(numbers) if scheme.code == "fp4" else numbers)
     weight.scales.uniform_(0.5, 2)
+    if scheme.powers:
+        weight.scales.copy_(powers(torch.arange(80, dtype=torch.uint8).view(40, 2).repeat(1, 4) * 3))
     for each in (weight.zeros, weight.index):
         if each is not None:
             each.random_(0, 7)

@@ -11,7 +11,7 @@ import torch
 
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.matmul.config import Expanded, ExpertsConfig, LinearShape, Tile
-from preheat.backends.cuda.matmul.weights import DeviceWeight, PlainWeight, can_be_shuffled, dequantized
+from preheat.backends.cuda.matmul.weights import DeviceWeight, PlainWeight, _e2m1, can_be_shuffled, dequantized
 from preheat.backends.cuda.moe import experts_forward
 from preheat.backends.cuda.moe_route import arrange
 from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
@@ -19,7 +19,7 @@ from preheat.backends.cuda.prove import random_weight as random_codes
 from preheat.backends.cuda.prove import refill
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.model.layers import DenseMlp, MoeMlp, fused, normed
-from preheat.ops import quantization
+from preheat.ops import fp4, quantization
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.kinds import Scheme
 from preheat.ops.moe import route, routed
@@ -35,7 +35,10 @@ from tests.kernels.test_linear import in_order
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 TILES = [Tile(64, 16, 128, 4, 3), Tile(16, 32, 128, 4, 3)]
-SCHEMES = [*WHOLE, Scheme(code="int4", scales="group", group=128), Scheme(code="int4", scales="channel", zeros=True)]
+MXFP4 = Scheme(code="fp4", scales="group", group=32)
+SCHEMES = [
+    *WHOLE, Scheme(code="int4", scales="group", group=128), Scheme(code="int4", scales="channel", zeros=True), MXFP4,
+]  # fmt: skip
 
 
 def named(scheme):
@@ -119,6 +122,61 @@ def test_shuffled_weights_too(kind):
     assert codes.bf16_scales == (kind == torch.bfloat16)
     assert torch.equal(dequantized(codes), quantization.dequantize(weight))
     assert not torch.equal(codes.codes, DeviceWeight.of(weight).codes)
+
+
+def _registers(assembly, given):
+    """Return the registers after ``assembly`` over arrays of words ``given``; its few instructions, as PTX defines."""
+    register = {f"${2 + at}": words for at, words in enumerate(given)}
+
+    def number(name):
+        return register[name] if name in register else torch.tensor(int(name, 0))
+
+    def product(one, other):
+        halves = [(number(one) >> at & 0xFFFF, number(other) >> at & 0xFFFF) for at in (0, 16)]
+        parts = [[each.to(torch.int16).view(torch.bfloat16) for each in pair] for pair in halves]
+        low, high = ((left * right).view(torch.int16).long() & 0xFFFF for left, right in parts)
+        return low | high << 16
+
+    for line in assembly.strip("{} ").split(";"):
+        operation, *names = line.replace(",", " ").split() or ["."]
+        if operation.startswith("shl"):
+            register[names[0]] = number(names[1]) << number(names[2]) & 0xFFFFFFFF
+        elif operation.startswith("shr"):
+            register[names[0]] = number(names[1]) >> number(names[2])
+        elif operation.startswith("and"):
+            register[names[0]] = number(names[1]) & number(names[2])
+        elif operation.startswith("mov"):
+            register[names[0]] = number(names[1])
+        elif operation.startswith("prmt"):
+            picked = [number(names[1]) >> 8 * (int(digit) % 4) & 0xFF for digit in names[3].removeprefix("0x")]
+            register[names[0]] = sum(byte << 8 * at for at, byte in enumerate(reversed(picked)))
+        elif operation.startswith("lop3"):
+            assert names[4] == "0xEA"  # (a and b) or c
+            register[names[0]] = number(names[1]) & number(names[2]) | number(names[3])
+        elif operation.startswith("fma"):
+            assert names[3] == "none"  # less zero changes no product
+            register[names[0]] = product(names[1], names[2])
+        else:
+            assert operation.startswith(".")
+    return register["$0"], register["$1"]
+
+
+@pytest.mark.parametrize("high", [False, True])
+def test_the_assembly_for_mxfp4_gives_the_weights(high):
+    """All codes, at all scales: the least, the greatest, and with products that are not normal or not finite."""
+    nibbles, exponents = torch.arange(16).repeat(2, 1), torch.arange(255)
+    codes = fp4.codes_of(nibbles)[0, :, None] * torch.ones(1, 255)
+    wanted = (codes.double() * fp4.powers(exponents.to(torch.uint8)).double()).float().bfloat16()
+    scale = (exponents << 7).clamp(min=0x40).expand(16, 255)
+    others = torch.arange(16).roll(5)[:, None].expand(16, 255)
+    for place in range(4):
+        byte = (nibbles[0][:, None].expand(16, 255) << 4 * high) | others << 4 * (not high)
+        words = sum((byte if at == place else others | others << 4) << 8 * at for at in range(4))
+        first, second = _registers(_e2m1(high), (words, scale | scale << 16, scale | scale << 16))
+        found = (second if place > 1 else first) >> 16 * (place % 2) & 0xFFFF
+        same = found.to(torch.int16).view(torch.bfloat16)
+        assert torch.equal(same.abs(), wanted.abs())
+        assert torch.equal(same[1:8], wanted[1:8]) and torch.equal(same[9:], wanted[9:])  # zero's sign is not stored
 
 
 @pytest.mark.parametrize("scheme", SCHEMES, ids=named)

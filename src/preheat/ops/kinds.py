@@ -61,6 +61,11 @@ class Scheme:
         return 4 if self.code in ("fp4", "int4") else 8
 
     @property
+    def powers(self) -> bool:
+        """Whether scales are powers of two: blocks of 32 numbers of e2m1 (MXFP4)."""
+        return self.code == "fp4" and self.group == 32
+
+    @property
     def kind(self) -> str:
         """Bits of weights and activations; each kind needs its own kernels."""
         return f"w{self.bits}a{8 if self.activations else 16}"

@@ -78,6 +78,14 @@ def multiplied_by_tcgen05(outputs, warps):
     return found is not None and found.backend == "cuda" and found.arch // 10 == 10 and outputs >= 64 and warps >= 4
 
 
+@constexpr_function
+def multiplied_by_warp_groups(outputs, warps):
+    """Whether a product of ``outputs`` and a program of ``warps`` use an instruction of four warps (wgmma, tcgen05)."""
+    found = current_target()
+    groups = found is not None and found.backend == "cuda" and found.arch // 10 in (9, 10)
+    return groups and outputs >= 64 and warps % 4 == 0
+
+
 @triton.jit
 def widened(numbers, dtype: tl.constexpr, FIRST: tl.constexpr = False):
     """Return ``numbers`` of eight bits or fewer as ``dtype``, for a product in the matrix unit.

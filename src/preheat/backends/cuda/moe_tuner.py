@@ -163,6 +163,8 @@ def _random(shape: ExpertsShape, outputs: int, inputs: int) -> Weight:
     weight = empty_weight(shape.scheme, *size, dtype=shape.dtype, device=torch.device("cuda"))
     weight.codes.view(torch.uint8).random_(0, 0x70)
     weight.scales.uniform_(0.5, 2).mul_(2.0**-10)
+    if shape.scheme.powers:
+        weight.scales.log2_().round_().exp2_()
     if weight.static is not None:
         weight.static.fill_(2.0**-5)
     return DeviceWeight.of(weight)

@@ -333,6 +333,8 @@ def random_weight(shape: LinearShape, device: torch.device, seed: int) -> Device
     numbers.mul_(top / 4).clamp_(-top, top)
     weight.codes.copy_(nearest(numbers))
     weight.scales.uniform_(0.5, 2, generator=random).mul_(2.0**-10)
+    if weight.scheme.powers:
+        weight.scales.log2_().round_().exp2_()
     if weight.zeros is not None:
         weight.zeros.random_(-7, 9, generator=random)
     if weight.index is not None:

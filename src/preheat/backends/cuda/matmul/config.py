@@ -266,6 +266,8 @@ def codes_bytes(shape: LinearShape, width: int, height: int, depth: int) -> int:
     assert shape.scheme is not None
     weights = width * (2 if shape.gated else 1) * depth
     held = weights * shape.scheme.bits // 8
-    if not whole_groups(shape.scheme):
+    if shape.scheme.powers:
+        held += weights // 128 * 4  # the exponents of a step's four groups
+    elif not whole_groups(shape.scheme):
         held += weights * (8 if shape.scheme.zeros else 4)  # each weight's scale and zero point
     return held + height * depth * (1 if shape.scheme.activations else shape.dtype.itemsize)

@@ -274,7 +274,7 @@ def _codes(tile: Tile, x: Tensor, weight: DeviceWeight, size: int) -> _Operands:
     scheme = weight.scheme
     each = weight.scales[0].numel() if weight.scales.ndim > 2 else 0
     w = Codes(weight.codes, weight.scales, weight.zeros, weight.index, *layout(weight)[1:], each)
-    form = CodesForm(scheme.bits == 4, scheme.group, whole_groups(scheme), scheme.code == "fp4")
+    form = CodesForm(scheme.bits == 4, scheme.group, whole_groups(scheme), scheme.code == "fp4", scheme.powers)
     return _Operands(x, w, codes, form, {}, _depth(tile, size))
 
 

@@ -9,7 +9,8 @@ number of the matrix. ``at`` is the tile: its ``first`` output and ``row``, its 
 Plain weights are the first operand of the matrix unit: its other side may be as narrow as the rows are few.
 
 A tile of codes becomes a tile of weights in registers, rounded to the model's dtype: the same product in the same order
-as the dequantized model, so the same bits.
+as the dequantized model, so the same bits. Where scales are powers of two, numbers become bfloat16 two at a time: their
+products by scales are exact, or rounded once, as in fp32.
 
 With float8 activations the matrix unit multiplies codes, 128 inputs at a time, each time from zero. The sums are scaled
 and added to the accumulator in fp32. Tiles have at least 64 outputs and four warps: the compiler takes another
@@ -23,7 +24,8 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from preheat.backends.cuda.matmul.weights import STEP, decoded, of_nibbles, scales_of
+from preheat.backends.cuda.launch import COMPILED
+from preheat.backends.cuda.matmul.weights import STEP, decoded, lying, of_nibbles, powers_decoded, scales_of, unshuffled
 
 
 class Plain(NamedTuple):
@@ -53,13 +55,14 @@ class CodesForm(NamedTuple):
     """Constants of weights as codes of ``four`` bits or eight.
 
     Each ``group`` inputs have a scale; with ``group`` 0 all inputs share one. ``even``: weights that are decoded at a
-    time are of one group. ``e2m1``: four bits are a float.
+    time are of one group. ``e2m1``: four bits are a float. ``powers``: scales are powers of two, a word for each step.
     """
 
     four: bool
     group: int
     even: bool
     e2m1: bool = False
+    powers: bool = False
 
 
 class Float8(NamedTuple):
@@ -140,15 +143,25 @@ def _codes_sum(acc, w, xs, xs_high, out, k, size, outputs, FORM: tl.constexpr):
     dtype: tl.constexpr = xs.dtype
     HALF: tl.constexpr = STEP // 2
     codes, scales, zeros, index, groups, row_bytes = w
-    if FORM.four:
+    if FORM.powers and COMPILED and dtype == tl.bfloat16:
+        rows = lying(out)
+        pair = tl.load(codes + rows.to(tl.int64)[:, None] * row_bytes + (k // 2 + tl.arange(0, HALF))[None, :])
+        words = tl.load(scales + (k // STEP) * outputs + rows)
+        acc = tl.dot(powers_decoded(pair, words, False), xs, acc, input_precision="ieee")
+        acc = tl.dot(powers_decoded(pair, words, True), xs_high, acc, input_precision="ieee")
+    elif FORM.four:
         pair = tl.load(codes + out.to(tl.int64)[:, None] * row_bytes + (k // 2 + tl.arange(0, HALF))[None, :])
-        scale, zero = scales_of(scales, zeros, index, out, k, size, outputs, groups, FORM.group, FORM.even, HALF)
+        if FORM.powers:
+            pair = unshuffled(pair)
+        scale, zero = scales_of(
+            scales, zeros, index, out, k, size, outputs, groups, FORM.group, FORM.even, HALF, FORM.powers
+        )
         acc = tl.dot(
             decoded(of_nibbles(pair & 0xF, FORM.e2m1), scale, zero, zeros, dtype), xs, acc, input_precision="ieee"
         )
         if not FORM.even or FORM.group // STEP * STEP != FORM.group:
             scale, zero = scales_of(
-                scales, zeros, index, out, k + HALF, size, outputs, groups, FORM.group, FORM.even, HALF
+                scales, zeros, index, out, k + HALF, size, outputs, groups, FORM.group, FORM.even, HALF, FORM.powers
             )
         acc = tl.dot(
             decoded(of_nibbles(pair >> 4, FORM.e2m1), scale, zero, zeros, dtype), xs_high, acc, input_precision="ieee"

@@ -235,6 +235,10 @@ def _guess(shape: ExpertsShape, tokens: int, *, hopper: bool) -> ExpertsConfig:
 
 
 def _codes_expert(layer: LinearShape, rows: int, deep: int) -> Tile:
-    """Guess a tile of codes with four stages, or as many as fit into shared memory: at least two."""
+    """Guess a tile of codes with four stages, or as many as fit into shared memory: at least two.
+
+    Stages of few rows are small where scales are powers of two: six leave room for five programs.
+    """
+    assert layer.scheme is not None
     room = SHARED_BYTES // codes_bytes(layer, 64, rows, deep)
-    return Tile(64, rows, deep, 4, max(2, min(4, room)))
+    return Tile(64, rows, deep, 4, max(2, min(6 if layer.scheme.powers and rows <= 16 else 4, room)))
