@@ -45,6 +45,10 @@ GROUP: tl.constexpr = tl.constexpr(8)
 """Tiles of weights that programs running together share, so that the rows of x that they read stay in L2."""
 
 
+FEW = 16
+"""Rows of a tile that may be mostly empty."""
+
+
 class Cut(NamedTuple):
     """Sizes of a tile, and the number of splits of the inputs."""
 
@@ -257,8 +261,16 @@ class _Operands(NamedTuple):
 
 
 def _plain(tile: Tile, x: Tensor, weight: PlainWeight, size: int) -> _Operands:
-    """Return the operands of numbers, over splits of ``size`` inputs."""
-    return _Operands(x, weight.tensor, plain, Plain(size % tile.inputs == 0), {}, tile.inputs)
+    """Return the operands of numbers, over splits of ``size`` inputs.
+
+    Reading copies of the last row would take as much of the L2 cache's time as narrow tiles of weights do.
+    """
+    masked = tile.rows <= FEW and weight.tensor.ndim == 2 and not tile.bulk
+    return _Operands(x, weight.tensor, plain, Plain(size % tile.inputs == 0, masked), {}, tile.inputs)
+
+
+def _masks(form: Any) -> bool:
+    return isinstance(form, Plain) and form.masked
 
 
 def _float8(tile: Tile, x: QuantizedRows, weight: DeviceWeight, size: int) -> _Operands:
@@ -306,7 +318,7 @@ def multiply(
         w_tiles = TensorDescriptor.from_tensor(given.w, [tile.outputs, tile.inputs])
     gemm[(-(-columns // tile.outputs) * -(-rows // tile.rows),)](
         given.x, given.w, None, bias, y, x_tiles, w_tiles, rows, columns, inputs, size,
-        MAP=all_rows_masked if given.product is codes else all_rows, PRODUCT=given.product,
+        MAP=all_rows_masked if given.product is codes or _masks(given.form) else all_rows, PRODUCT=given.product,
         SUM=unrolled if given.product is plain else looped, FORM=given.form, GROUPS=None,
         CUT=Cut(tile.outputs, tile.rows, given.depth, splits), gated=gated, **given.options,
         **options(num_warps=tile.warps, num_stages=tile.stages),

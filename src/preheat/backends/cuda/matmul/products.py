@@ -29,9 +29,13 @@ from preheat.backends.cuda.matmul.weights import STEP, decoded, lying, of_nibble
 
 
 class Plain(NamedTuple):
-    """Constants of plain weights. ``even``: a tile's depth divides the inputs of a split."""
+    """Constants of plain weights.
+
+    ``even``: a tile's depth divides the inputs of a split. ``masked``: rows of x beyond the last one are not read.
+    """
 
     even: bool
+    masked: bool = False
 
 
 class Codes(NamedTuple):
@@ -105,7 +109,7 @@ def plain(
     gated: tl.constexpr,
 ):  # fmt: skip
     """Return the sums of plain weights; see the module."""
-    first, row, out, token, _ = at
+    first, row, out, token, there = at
     x_tiles, w_tiles = tiles
     top, start = group * outputs * (2 if gated else 1), split * size
     rows = tl.cast(top, tl.int64) + out
@@ -118,7 +122,13 @@ def plain(
         else:
             inside = (k + tl.arange(0, INPUTS))[:, None] < size
             to = x + token[None, :] * inputs + (here + tl.arange(0, INPUTS))[:, None]
-            xs = tl.load(to) if FORM.even else tl.load(to, mask=inside, other=0.0)
+            if FORM.masked:
+                real = there[None, :] & (inside | FORM.even)
+                xs = tl.load(to, mask=real, other=0.0)
+            elif FORM.even:
+                xs = tl.load(to)
+            else:
+                xs = tl.load(to, mask=inside, other=0.0)
         ws = _plain_weights(w, w_tiles, rows, top + first, here, start + size, inputs, INPUTS, FORM.even)
         acc = tl.dot(ws, xs, acc, input_precision="ieee")
         if gated:
