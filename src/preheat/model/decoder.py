@@ -11,7 +11,7 @@ from torch import Tensor
 from preheat.backends.base.attention import Attend
 from preheat.backends.base.functions import LayerFunctions
 from preheat.backends.base.layers import FusedInput, Norm, Region
-from preheat.model.layers import DecoderLayer, fused, joined, normed
+from preheat.model.layers import BesideInputs, DecoderLayer, fused, normed
 from preheat.model.rope import query_factors, rope_table
 from preheat.model.specs import ModelSpec
 from preheat.model.turns import StepTurns
@@ -66,16 +66,11 @@ def after_attention(
     if layer.attention.latent is not None:
         attended = layer.attention.latent.values(attended)
     if layer.parallel:
-        x = normed(layer.post_norm, residual, None, here)
+        x: Tensor | BesideInputs = normed(layer.post_norm, residual, None, here)
         residual.add_(layer.attention_output(attended))
     else:
-        x = joined(layer.attention.o, attended, layer.post_norm, residual, here, out_norm=layer.attention_out_norm)
-    if layer.end is None:
-        return joined(layer.mlp, x, norm, residual, following, out_norm=layer.mlp_out_norm)
-    out = layer.mlp(x)
-    residual.add_(out if layer.mlp_out_norm is None else layer.mlp_out_norm(out))
-    layer.end(residual, given)
-    return normed(norm, residual, None, following)
+        x = layer.joined_attention(attended, residual, here)
+    return layer.joined_mlp(x, residual, norm, following, given)
 
 
 class Decoder:

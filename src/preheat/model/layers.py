@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from preheat.backends.base.collective import Collective
-from preheat.backends.base.layers import AnyLayer, ExpertsLayer, FusedInput, Join, Linear, Norm
+from preheat.backends.base.layers import AnyLayer, Close, Closing, ExpertsLayer, FusedInput, Join, Linear, Norm
 from preheat.model.latent import Latent
 from preheat.model.layer_inputs import LayerEnd
 from preheat.ops.delta import DeltaWeights
@@ -150,12 +150,20 @@ class Beside:
     shared_out: Norm
 
 
+class BesideInputs(NamedTuple):
+    """The inputs of a block with norms :class:`Beside`, each [tokens, hidden]."""
+
+    experts: Tensor
+    router: Tensor
+    shared: Tensor
+
+
 @dataclass(frozen=True, slots=True)
 class MoeMlp:
     """A feed-forward block of experts, [tokens, hidden] -> [tokens, hidden].
 
-    With norms ``beside``, the block reads the residual stream, and adds the normed output of the experts to the normed
-    output of the shared expert.
+    With norms ``beside``, the block reads the residual stream or its norms, and adds the normed output of the experts
+    to the normed output of the shared expert.
     """
 
     router: Linear
@@ -163,14 +171,41 @@ class MoeMlp:
     shared: SharedExpert | None = None
     beside: Beside | None = None
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor | BesideInputs) -> Tensor:
         if (own := self.beside) is not None and self.shared is not None:
-            routed = own.experts_out(self.experts(own.experts(x), self.router(own.router(x))))
-            return own.shared_out(self.shared.block(own.shared(x))).add_(routed)
+            given = self._inputs(own, x)
+            routed = own.experts_out(self.experts(given.experts, self.router(given.router)))
+            return own.shared_out(self.shared.block(given.shared)).add_(routed)
+        assert not isinstance(x, BesideInputs)
         routed = self.experts(x, self.router(x))
         if self.shared is None:
             return routed
         return self.shared(plain_rows(x), routed)
+
+    def close(self, x: Tensor | BesideInputs, residual: Tensor, steps: Closing) -> Tensor | None:
+        """Run the block and its last ``steps``; return the norm of the stream, or None where that takes more launches.
+
+        ``steps`` have one norm, and nothing beside the block.
+        """
+        close, unsummed = _close_of(steps.norms[0]), getattr(self.experts, "unsummed", None)
+        if close is None or unsummed is None or (self.shared is not None and self.shared.gate is not None):
+            return None
+        own = self.beside
+        if own is not None and self.shared is not None:
+            given = self._inputs(own, x)
+            shared, logits = self.shared.block(given.shared), self.router(given.router)
+            steps = steps._replace(first=own.experts_out, beside=shared, beside_norm=own.shared_out)
+            rows = unsummed(given.experts, logits)
+        else:
+            assert not isinstance(x, BesideInputs)
+            if self.shared is not None:
+                steps = steps._replace(beside=self.shared.block(plain_rows(x)))
+            rows = unsummed(x, self.router(x))
+        return None if rows is None else close(rows, residual, steps)[0]
+
+    @staticmethod
+    def _inputs(own: Beside, x: Tensor | BesideInputs) -> BesideInputs:
+        return x if isinstance(x, BesideInputs) else BesideInputs(own.experts(x), own.router(x), own.shared(x))
 
     @property
     def fused_input(self) -> FusedInput | None:
@@ -204,6 +239,39 @@ class DecoderLayer:
     mlp_out_norm: Norm | None = None
     parallel: bool = False
     end: LayerEnd | None = None
+
+    def joined_attention(self, attended: Tensor, residual: Tensor, how: FusedInput | None) -> Tensor | BesideInputs:
+        """Add attention to ``residual``, from ``attended`` [tokens, heads * dim]; return the second block's input."""
+        own, close = getattr(self.mlp, "beside", None), _close_of(self.post_norm)
+        if own is None or close is None:
+            return joined(
+                self.attention.o, attended, self.post_norm, residual, how, out_norm=self.attention_out_norm
+            )  # fmt: skip
+        steps = Closing((own.experts, own.router, own.shared), first=self.attention_out_norm)
+        return BesideInputs(*close(self.attention.o(attended), residual, steps))
+
+    def joined_mlp(
+        self, x: Tensor | BesideInputs, residual: Tensor, norm: Norm, how: FusedInput | None, given: Tensor | None
+    ) -> Tensor:
+        """Add the second block of ``x`` to ``residual``, run the layer's end; return the ``norm`` in the form ``how``.
+
+        ``given`` are the layer's own inputs.
+        """
+        end, close = self.end, _close_of(norm) if how is None else None
+        if close is not None and (end is None or end.reader is None):
+            steps = Closing((norm,), last=self.mlp_out_norm, scalar=None if end is None else end.scalar)
+            if isinstance(self.mlp, MoeMlp):
+                if (found := self.mlp.close(x, residual, steps)) is not None:
+                    return found
+            elif end is not None:
+                return close(self.mlp(cast(Tensor, x)), residual, steps)[0]
+        if end is None and not isinstance(x, BesideInputs):
+            return joined(self.mlp, x, norm, residual, how, out_norm=self.mlp_out_norm)
+        out = cast(MoeMlp, self.mlp)(x)
+        residual.add_(out if self.mlp_out_norm is None else self.mlp_out_norm(out))
+        if end is not None:
+            end(residual, given)
+        return normed(norm, residual, None, how)
 
     def attention_output(self, attended: Tensor) -> Tensor:
         """Return the addition of attention to the residual, from ``attended`` [tokens, heads * dim]."""
@@ -302,7 +370,14 @@ def joined(
     if out_norm is None and join is not None and (found := join(x, norm, residual, how)) is not None:
         return found
     out = block(x)
+    if out_norm is not None and how is None and (close := _close_of(norm)) is not None:
+        return close(out, residual, Closing((norm,), first=out_norm))[0]
     return normed(norm, out if out_norm is None else out_norm(out), residual, how)
+
+
+def _close_of(norm: Norm) -> Close | None:
+    """Return the norm's way to close a block in one launch, if it has one."""
+    return cast("Close | None", getattr(norm, "close", None))
 
 
 def below(path: str, linears: Linears) -> Linears:

@@ -170,6 +170,31 @@ class InsertingNorm(Protocol):
         """
 
 
+class Closing(NamedTuple):
+    """The last steps of a block, each for one row, and rounded to the dtype.
+
+    The block's row goes through the norm ``first``. The row ``beside`` it, of [tokens, size], goes through
+    ``beside_norm`` and is added. The sum goes through the norm ``last`` and is added to the residual stream, in place.
+    The stream is multiplied by ``scalar`` [1]. The results are the ``norms`` of the stream, three at most. Missing
+    steps are left out.
+    """
+
+    norms: tuple[Norm, ...]
+    first: Norm | None = None
+    beside: Tensor | None = None
+    beside_norm: Norm | None = None
+    last: Norm | None = None
+    scalar: Tensor | None = None
+
+
+Close = Callable[[Any, "Tensor", Closing], "tuple[Tensor, ...]"]
+"""A norm's own way to take the last steps of a block in one launch, if its backend has one, as ``close``.
+
+``close(rows, residual, steps)`` gives the bits of the steps one after the other. ``rows`` are [tokens, size], or the
+rows of experts before their sum: a layer of experts has them as ``unsummed(x, logits)``, or None where it cannot.
+"""
+
+
 class FusedInput(Protocol):
     """A linear layer's own way to read its inputs, if the norm before it can write them so.
 

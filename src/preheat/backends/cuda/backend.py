@@ -27,6 +27,7 @@ from preheat.backends.base.layers import ALONE, ExpertsWeights, LayerContext, La
 from preheat.backends.cold import DYNAMO_COUNTERS, Watched
 from preheat.backends.cuda.attention import CudaAttention
 from preheat.backends.cuda.card import experience, text
+from preheat.backends.cuda.closing import KINDS, BlockNorm
 from preheat.backends.cuda.cold import COLD_SOURCES
 from preheat.backends.cuda.delta import CudaRecurrences
 from preheat.backends.cuda.device import card_at, driver_version, fix_arithmetic, obstacle
@@ -267,7 +268,8 @@ class CudaBackend:
         return HeadsLayer(value, weight, self._configs)
 
     def norm(self, weight: Tensor, eps: float, kind: NormKind = "rms", bias: Tensor | None = None) -> CudaNorm:
-        return CudaNorm(weight, eps, kind, bias)
+        made = BlockNorm if kind in KINDS else CudaNorm
+        return made(weight, eps, kind, bias)
 
     def embed(
         self,

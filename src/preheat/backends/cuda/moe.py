@@ -19,6 +19,7 @@ from torch import Tensor
 
 from preheat.backends.base.layers import ALONE, ExpertsWeights, LayerContext
 from preheat.backends.cuda.activation import activate, silu_and_mul
+from preheat.backends.cuda.closing import Unsummed
 from preheat.backends.cuda.collective import RankSums, add_ranks
 from preheat.backends.cuda.linear_hopper import wide
 from preheat.backends.cuda.lora import Factors
@@ -223,14 +224,25 @@ class ExpertsLayer:
 
         ``apart`` as for :meth:`local`.
         """
-        weights = self._gate_up[0], self._down[0]
-        counts = self._counts[: self.shape.num_experts]
         with self._counting():
-            adding = self._added if apart else None
-            return experts_forward(
-                self._with_biases(config), x, logits, *weights, self.value.routing, counts, adding, self._between,
-                self._scales,
-            )  # fmt: skip
+            return combine(*self._rows_of(config, x, logits, self._added if apart else None))
+
+    def unsummed(self, x: Rows, logits: Tensor) -> Unsummed | None:
+        """Return the rows of all slots; see :data:`preheat.backends.base.layers.Close`.
+
+        None where ranks share the experts, and in a step with terms.
+        """
+        if self._own is not None or self._split or (self.slots is not None and self._rows.blocks is not None):
+            return None
+        with self._counting():
+            return self._rows_of(self.configs.experts(self.shape, len(x)), x, logits, None)
+
+    def _rows_of(self, config: ExpertsConfig, x: Rows, logits: Tensor, adding: Adding | None) -> Unsummed:
+        """Return the rows of all slots by the kernels of ``config``."""
+        config, counts = self._with_biases(config), self._counts[: self.shape.num_experts]
+        arrangement = arrange(logits, self.value.routing, config.block, counts, self._scales)
+        weights = self._gate_up[0], self._down[0]
+        return Unsummed(experts_rows(config, x, *weights, arrangement, adding, self._between), arrangement)
 
     def _with_biases(self, config: ExpertsConfig) -> ExpertsConfig:
         """Return ``config``, or tiles if there are biases: the kernel for many rows adds none."""

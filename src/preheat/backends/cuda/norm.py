@@ -33,6 +33,23 @@ def inverse_rms(total, share, eps):
 
 
 @triton.jit
+def rms_row(row, scales, share, eps, KIND: tl.constexpr):
+    """Return the root-mean-square norm of ``row``, in its dtype; zeros lie behind its last number."""
+    wide = row.to(tl.float32)
+    if KIND == "identity":
+        result = row
+    elif KIND == "rms_plus_one":
+        result = wide * inverse_rms(tl.sum(wide * wide, 0), share, eps) * (1.0 + scales.to(tl.float32))
+        result = result.to(row.dtype)
+    elif KIND == "rms_once":
+        result = (wide * inverse_rms(tl.sum(wide * wide, 0), share, eps) * scales.to(tl.float32)).to(row.dtype)
+    else:
+        normed = (wide * inverse_rms(tl.sum(wide * wide, 0), share, eps)).to(row.dtype)
+        result = (normed.to(tl.float32) * scales.to(tl.float32)).to(row.dtype)
+    return result
+
+
+@triton.jit
 def finish_row(
     row, scales, residual, bias, out, static, codes, row_scales, token, at, share, eps, KIND: tl.constexpr,
     SCALES: tl.constexpr, SIZE: tl.constexpr, WIDTH: tl.constexpr,
@@ -47,23 +64,15 @@ def finish_row(
         before = tl.load(residual + here, mask=inside, other=0.0)
         row = (before.to(tl.float32) + row.to(tl.float32)).to(row.dtype)
         tl.store(residual + here, row, mask=inside)
-    wide = row.to(tl.float32)
     if KIND == "layer":
+        wide = row.to(tl.float32)
         centred = tl.where(inside, wide - tl.sum(wide, 0) * share, 0.0)
         result = centred * inverse_rms(tl.sum(centred * centred, 0), share, eps) * scales.to(tl.float32)
         if bias is not None:
             result += tl.load(bias + at, mask=inside, other=0.0).to(tl.float32)
         result = result.to(row.dtype)
-    elif KIND == "identity":
-        result = row
-    elif KIND == "rms_plus_one":
-        result = wide * inverse_rms(tl.sum(wide * wide, 0), share, eps) * (1.0 + scales.to(tl.float32))
-        result = result.to(row.dtype)
-    elif KIND == "rms_once":
-        result = (wide * inverse_rms(tl.sum(wide * wide, 0), share, eps) * scales.to(tl.float32)).to(row.dtype)
     else:
-        normed = (wide * inverse_rms(tl.sum(wide * wide, 0), share, eps)).to(row.dtype)
-        result = (normed.to(tl.float32) * scales.to(tl.float32)).to(row.dtype)
+        result = rms_row(row, scales, share, eps, KIND)
     if out is not None:
         tl.store(out + here, result, mask=inside)
     if codes is not None:

@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra.cuda import num_warps
 
-from preheat.backends.cuda.launch import begin, multiplied_by_warp_groups, num_warps, options, widened
+from preheat.backends.cuda.launch import begin, multiplied_by_warp_groups, options, widened
 from preheat.backends.cuda.matmul.config import may_be_shuffled, whole_groups
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_rows
@@ -185,7 +186,8 @@ def _packed(codes: Tensor, order: str, splits: int) -> Tensor:
     padded = torch.nn.functional.pad(parts, (0, -parts.shape[-1] % STEP.value)).view(torch.uint8) & 0xF
     low, high = padded.view(*codes.shape[:-1], -1, 2, STEP.value // 2).unbind(-2)
     both = (low | high << 4).unflatten(-1, (4, 2, 4, 2))
-    return both.movedim(["abcd".index(letter) - 4 for letter in order], [-4, -3, -2, -1]).flatten(-5)
+    laid: Tensor = both.movedim(["abcd".index(letter) - 4 for letter in order], [-4, -3, -2, -1])
+    return laid.flatten(-5)
 
 
 def _words(scales: Tensor, splits: int) -> Tensor:
