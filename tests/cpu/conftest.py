@@ -14,8 +14,17 @@ from safetensors.torch import load_file, save_file
 
 from preheat.core import EngineState
 from preheat.model.files import BUNDLED_PATH
+from tests.cpu import forked_ranks
 
 LAYERS = 2
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_ranks() -> Iterator[None]:
+    """Fork the processes of ranks: see ``forked_ranks.py``."""
+    undo = forked_ranks.install()
+    yield
+    undo()
 
 
 @pytest.fixture(autouse=True)
