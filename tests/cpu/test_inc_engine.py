@@ -24,9 +24,10 @@ from preheat.model.families import read_spec
 from preheat.model.files import BUNDLED_PATH
 from preheat.model.files import read_config as read_model
 from preheat.model.inc import SCHEME, read_config, read_ranges
-from preheat.model.loader import Reading, WeightLoader, load_weights
+from preheat.model.loader import Reading, load_weights
 from preheat.model.quantize import quantize
 from preheat.model.spec_tree import leaves
+from preheat.model.weight_loader import WeightLoader
 from preheat.ops.float8 import simulate
 from preheat.settings import Settings
 

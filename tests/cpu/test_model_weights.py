@@ -21,12 +21,13 @@ from preheat.errors import ModelError
 from preheat.model.decoder import Decoder
 from preheat.model.families import read_spec
 from preheat.model.formats import FORMATS, Plain, expected_tensors
-from preheat.model.loader import Reading, WeightLoader, load_model, load_weights
+from preheat.model.loader import Reading, load_model, load_weights
 from preheat.model.reading import Shape
 from preheat.model.sources import DummyTensors, SafetensorsFiles, check_tensors
 from preheat.model.specs import LayerSpec, ModelSpec, without_head
 from preheat.model.tensor_specs import LinearSpec
 from preheat.model.ties import with_stored_head
+from preheat.model.weight_loader import WeightLoader
 from preheat.settings import Settings
 from tests.cpu.test_model_families import dense_attention, logits_of, random_tokens, turn
 

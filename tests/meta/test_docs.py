@@ -13,7 +13,8 @@ from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.backends.cuda.facts import FACTS as CUDA
 from preheat.core import SAMPLING_FIELDS, SamplingParams
 from preheat.model.families import FAMILIES
-from preheat.model.quantization import METHODS, ONLINE
+from preheat.model.quantization import ONLINE
+from preheat.model.quantization_methods import METHODS
 from preheat.settings import OPTIONS
 from preheat.utils.vllm_flags import FOREIGN, SHORT
 from tests.meta.source import PACKAGE, ROOT

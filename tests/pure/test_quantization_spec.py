@@ -16,7 +16,8 @@ from preheat.backends.support import supports
 from preheat.errors import ModelError, SettingsError
 from preheat.model.families import read_spec
 from preheat.model.mlp_specs import ExpertsSpec
-from preheat.model.quantization import METHODS, bytes_by_scheme
+from preheat.model.quantization import bytes_by_scheme
+from preheat.model.quantization_methods import METHODS
 from preheat.model.spec_tree import leaves
 from preheat.model.specs import ModelSpec
 from preheat.model.values import check_supported

@@ -46,7 +46,7 @@ class TensorSource(Protocol):
 
 
 class WeightReader(Protocol):
-    """Reader of weights and maker of linear layers; it is :class:`preheat.model.loader.WeightLoader`."""
+    """Reader of weights and maker of linear layers; it is :class:`preheat.model.weight_loader.WeightLoader`."""
 
     source: TensorSource
     backend: Backend

@@ -26,13 +26,14 @@ from preheat.model.kv_scales import STORED
 from preheat.model.latent import Latent
 from preheat.model.latent_specs import LatentSpec
 from preheat.model.layer_input_specs import LayerEndSpec
-from preheat.model.loader import LoadedModel, WeightLoader
+from preheat.model.loader import LoadedModel
 from preheat.model.mlp_specs import DenseSpec, MlpSpec
 from preheat.model.reading import Piece, Shape
 from preheat.model.sources import StoredTensors, is_harmless
 from preheat.model.specs import ModelSpec
 from preheat.model.tensor_specs import EmbeddingSpec, HeadSpec, LinearSpec, NormSpec, VectorSpec
 from preheat.model.ties import HEAD, same_rows
+from preheat.model.weight_loader import WeightLoader
 from preheat.utils.text import some
 
 Make = Callable[[WeightLoader], object]

@@ -22,11 +22,11 @@ from preheat.model.decoder import Attended, Decoder
 from preheat.model.families import read_spec
 from preheat.model.files import find_model, read_config
 from preheat.model.formats import expected_tensors
-from preheat.model.loader import WeightLoader
 from preheat.model.reading import Piece
 from preheat.model.sources import SafetensorsFiles, check_tensors
 from preheat.model.specs import ModelSpec
 from preheat.model.ties import with_stored_head
+from preheat.model.weight_loader import WeightLoader
 from preheat.model.weights import Weights
 from preheat.ops.embedding import embed
 from preheat.reference.attention import WholeSequences, padded

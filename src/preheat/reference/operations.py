@@ -118,7 +118,7 @@ class DifferentiableNorm:
 
 
 class DifferentiableOperations:
-    """Operations for :class:`~preheat.model.loader.WeightLoader`, on the device of ``backend``.
+    """Operations for :class:`~preheat.model.weight_loader.WeightLoader`, on the device of ``backend``.
 
     The given weights have gradients.
     """
