@@ -1,16 +1,17 @@
 """Texts a second of engines of embeddings, and the time of a single query, in turns.
 
-    python -m benchmarks encoders [--models minilm bge-base bge-large] [--texts 2000] [--queries 40] [--runs 3]
+    python -m benchmarks encoders [--models minilm bge-base bge-large] [--texts 2000 200] [--queries 40] [--runs 3]
         [--python sentence-transformers=ENVIRONMENT/bin/python --python onnxruntime=ENVIRONMENT/bin/python
         --python ctranslate2=ENVIRONMENT/bin/python]
     python -m benchmarks encoders --device cuda --models bge-large [--python sentence-transformers=...]
 
 Models are random, of the shapes of all-MiniLM-L6-v2, bge-base and bge-large, and pool the mean. On a GPU preheat and
-sentence-transformers run in bfloat16 alone, with larger batches. Each engine is a process of its
-own with the same weights, texts and threads, in float32. A turn runs each engine once, and all other engines are
-stopped meanwhile (SIGSTOP). Texts have 20 to 300 tokens, queries 16. Tokenizing is part of the time. Reported are the
-best and the median of the turns. Peers live in environments of their own, which `--python` names; without one the peer
-is left out, and the result says so. The vectors of all engines must be alike.
+sentence-transformers run in bfloat16 alone, with larger batches. Each engine is a process of its own with the same
+weights, texts and threads, in float32. A turn runs each engine once, and all other engines are stopped meanwhile
+(SIGSTOP). Texts have 20 to 300 tokens, queries 16; `--texts` has one number for all models, or one for each. Tokenizing
+is part of the time. Reported are the best and the median of the turns. Peers live in environments of their own:
+`--python` names them, and without one the peer is left out, and the result says so. The vectors of all engines must be
+alike.
 """
 
 from __future__ import annotations
@@ -48,6 +49,7 @@ SHAPES: Mapping[str, Mapping[str, int]] = {
     "bge-large": {"hidden_size": 1024, "intermediate_size": 4096, "num_hidden_layers": 24, "num_attention_heads": 16},
 }
 ON_A_GPU = ("preheat bf16", "sentence-transformers bf16")
+RESULT = {"cpu": "encoders", "cuda": "encoders_gpu"}
 VOCABULARY, QUERY = 30522, 16
 
 
@@ -149,7 +151,7 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--models", nargs="+", choices=SHAPES, default=["minilm", "bge-base"])
     flags.add_argument("--engines", nargs="+", choices=ENGINES, default=None, metavar="NAME")
     flags.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    flags.add_argument("--texts", type=int, default=2000)
+    flags.add_argument("--texts", type=int, nargs="+", default=[2000], help="of all models, or of each one")
     flags.add_argument("--queries", type=int, default=40)
     flags.add_argument("--runs", type=int, default=3)
     flags.add_argument("--threads", type=int, default=torch.get_num_threads())
@@ -160,18 +162,21 @@ def main(words: Sequence[str]) -> None:
     asked = args.engines or (list(ENGINES) if args.device == "cpu" else list(ON_A_GPU))
     if wrong := sorted({*asked} - {*ON_A_GPU}) if args.device == "cuda" else []:
         flags.error(f"--engines {wrong[0]} is for a CPU: with --device cuda give {', '.join(ON_A_GPU)}")
+    if len(args.texts) not in (1, len(args.models)):
+        flags.error(f"--texts has {len(args.texts)} numbers: give one, or one for each of {len(args.models)} models")
+    texts = dict(zip(args.models, args.texts * (len(args.models) // len(args.texts)), strict=True))
     without = [name for name in asked if ENGINES[name][0] not in ("preheat", *pythons)]
     names = [name for name in asked if name not in without]
     facts = {
         "device": args.device,
         "threads": args.threads,
-        "texts": args.texts,
+        "texts": texts,
         "queries": args.queries,
         "runs": args.runs,
     }
     cases = {}
     for model in args.models:
         with children(model, names, pythons, args.threads, args.device) as some:
-            cases[model] = measured(some, args.texts, args.queries, args.runs)
+            cases[model] = measured(some, texts[model], args.queries, args.runs)
         print(model, *(f"\n  {name:28} {json.dumps(each)}" for name, each in cases[model].items()), flush=True)
-    print(save("encoders", facts | {"left_out": without, "note": args.note, "cases": cases}))
+    print(save(RESULT[args.device], facts | {"left_out": without, "note": args.note, "cases": cases}))

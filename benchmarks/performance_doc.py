@@ -175,16 +175,16 @@ def collective(name: str, results: Path) -> str:
 
 
 def encoders(name: str, results: Path) -> str:
-    """Return a table of engines of embeddings on a CPU: texts and tokens a second, and the time of a query."""
-    path = results / "encoders.json"
-    found = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {"figures": {"cases": {}}}
-    case, figures = found["figures"]["cases"].get(name), found["figures"]
-    if case is None:
+    """Return a table of engines of embeddings: texts and tokens a second, and the time of a query."""
+    paths = [path for kind in ("encoders", "encoders_gpu") if (path := results / f"{kind}.json").exists()]
+    some = [json.loads(path.read_text(encoding="utf-8")) for path in paths]
+    found = next((each for each in some if name in each["figures"]["cases"]), None)
+    if found is None:
         return f"\n{name}: not measured yet.\n\n"
+    case, figures = found["figures"]["cases"][name], found["figures"]
     remark = f" {figures['note'][:1].upper()}{figures['note'][1:]}." if figures["note"] else ""
-    lines = [
-        f"\n{name}, {figures['threads']} threads, {figures['texts']:,} texts. {_machine(found['machine'])}.{remark}\n"
-    ]
+    threads = "" if found["machine"]["gpu"] else f"{figures['threads']} threads, "
+    lines = [f"\n{name}, {threads}{figures['texts'][name]:,} texts. {_machine(found['machine'])}.{remark}\n"]
     lines.append("\n| | Texts/s | Tokens/s | p50 of a query, ms |\n| --- | --- | --- | --- |\n")
     for engine, each in case.items():
         cells = f"{each['texts_per_s']:,.1f} | {each['tokens_per_s']:,.0f} | {each['query_p50_ms']:,.1f}"

@@ -89,6 +89,30 @@ def test_pools_equal_sentence_transformers(mode):
         assert np.allclose(np.frombuffer(whole.result(), np.float32), right_of(states, mode).numpy(), atol=1e-6)
 
 
+def one_by_one(states: np.ndarray) -> np.ndarray:
+    """Return the sum by the contract: one token after the other, in float32."""
+    total = np.zeros(states.shape[1], np.float32)
+    for state in states:
+        total += state
+    return total
+
+
+@pytest.mark.parametrize("size", [16, 33, 1024])
+def test_the_mean_adds_one_token_after_the_other(size):
+    """Numbers of all magnitudes tell each order from any other, as sums in pairs show."""
+    draw = np.random.default_rng(size)
+    for tokens in (1, 2, 9, 700):
+        states = (draw.standard_normal((tokens, size)) * 10.0 ** draw.integers(-6, 6, (tokens, size))).astype("f4")
+        whole, cut, right = pooled.Pooled(states[0]), pooled.Pooled(states[0]), one_by_one(states)
+        whole.add(states)
+        for first in range(0, tokens, 7):
+            cut.add(states[first : first + 7])
+        assert whole.total.tobytes() == cut.total.tobytes() == right.tobytes()
+        assert whole.count == cut.count == tokens
+        others = one_by_one(states[::-1]), np.ascontiguousarray(states.T).sum(1)  # backwards, and in pairs
+        assert tokens < 700 or right.tobytes() not in [other.tobytes() for other in others]
+
+
 _KINDS = {"max_tokens": "MAX", "weightedmean_tokens": "WEIGHTEDMEAN", "mean_sqrt_len_tokens": "MEAN_SQRT_LEN"}
 
 
@@ -172,7 +196,7 @@ def test_tokens_of_a_model_that_pools_the_first_token(bert, monkeypatch):
         return all(np.allclose(one, right, atol=1e-5) for one, right in zip(found, rights, strict=True))
 
     assert agree()
-    monkeypatch.setattr(pooled.Pooled, "add", lambda self, states: [self.join(state) for state in states[::-1]])
+    monkeypatch.setattr(pooled.ByToken, "add", lambda self, states: [self.join(state) for state in states[::-1]])
     assert not agree()
     with pytest.raises(InvalidRequest, match="dimensions has no meaning"):
         llm.encode(texts, PoolingParams(dimensions=8), use_tqdm=False, pooling_task="token_embed")

@@ -7,6 +7,7 @@ on how a prompt is cut into chunks. A pool of one token is its own state, for ev
 from __future__ import annotations
 
 import math
+from abc import abstractmethod
 from collections.abc import Mapping
 from types import MappingProxyType
 
@@ -22,21 +23,35 @@ class Pooled:
         self.total, self.count = np.zeros_like(first), 0
 
     def add(self, states: np.ndarray) -> None:
-        """Add the hidden states of the next tokens, fp32 [tokens, hidden]."""
-        for state in states:
-            self.count += 1
-            self.join(state)
+        """Add the hidden states of the next tokens, fp32 [tokens, hidden].
 
-    def join(self, state: np.ndarray) -> None:
-        """Add the state of token number ``count``, counted from 1."""
-        self.total += state
+        numpy adds whole rows, the first row first: only sums along a row are cut into parts.
+        """
+        if self.count:
+            states = np.concatenate((self.total[None], states))
+            self.count -= 1
+        self.total = np.add.reduce(states, axis=0, initial=np.float32(0.0))
+        self.count += len(states)
 
     def result(self) -> bytes:
         """Return the pool as bytes of fp32."""
         return (self.total / np.float32(self.count)).tobytes()
 
 
-class _Greatest(Pooled):
+class ByToken(Pooled):
+    """Base of pools that take one token after the other."""
+
+    def add(self, states: np.ndarray) -> None:
+        for state in states:
+            self.count += 1
+            self.join(state)
+
+    @abstractmethod
+    def join(self, state: np.ndarray) -> None:
+        """Add the state of token number ``count``, counted from 1."""
+
+
+class _Greatest(ByToken):
     """The greatest number of all tokens, in each place."""
 
     def join(self, state: np.ndarray) -> None:
@@ -46,7 +61,7 @@ class _Greatest(Pooled):
         return self.total.tobytes()
 
 
-class _Weighted(Pooled):
+class _Weighted(ByToken):
     """The mean by weights: token n has the weight n. A product is rounded, then added."""
 
     def join(self, state: np.ndarray) -> None:
@@ -63,7 +78,7 @@ class _Root(Pooled):
         return (self.total / np.float32(math.sqrt(self.count))).tobytes()
 
 
-class _All(Pooled):
+class _All(ByToken):
     """The states of all tokens, one behind the other."""
 
     def __init__(self, first: np.ndarray) -> None:
