@@ -29,7 +29,7 @@ from triton.runtime.errors import TritonError
 from benchmarks.common.report import parser, save
 from preheat.backends.base.backend import Backend
 from preheat.backends.cuda import delta
-from preheat.backends.cuda.delta import Config, CudaRecurrences
+from preheat.backends.cuda.delta import ALL, Config, CudaRecurrences
 from preheat.backends.cuda.delta_kernels import SCALARS
 from preheat.backends.cuda.tuner import COPIED_BYTES, graph_microseconds
 from preheat.backends.registry import pick_backend
@@ -48,18 +48,17 @@ OPERATIONS = 7
 """Of a number of a state and a token: a product with the decay, two products and two sums, a product and an addition.
 They are rounded one by one, so none of them is fused."""
 
-ALL = delta.ALL
 DECODING = (
     *(Config(*each, 0, ALL) for each in ((16, 4), (8, 1), (8, 2), (16, 1), (16, 2), (32, 2), (32, 4), (64, 4), (64, 8),
                                          (128, 8), (128, 16))),
-    Config(16, 4, 0, 64), Config(32, 4, 0, 64), Config(16, 4, 1, ALL), Config(32, 4, 1, ALL), Config(16, 4, 2, ALL),
+    Config(16, 4, 0, 64), Config(32, 4, 0, 64),
 )  # fmt: skip
 PROMPTS = (
-    *(Config(*each, ALL) for each in ((4, 1, 1), (4, 1, 0), (2, 1, 1), (8, 1, 1), (8, 2, 1), (16, 2, 1), (16, 4, 1))),
-    *(Config(4, 1, stages, 32) for stages in (1, 2, 3, 4, 6, 8)),
-    *(Config(8, 1, stages, 32) for stages in (3, 4, 6)),
-    *(Config(*each, 32) for each in ((16, 1, 4), (16, 1, 6), (32, 1, 4), (8, 2, 4), (16, 2, 4), (16, 4, 4), (32, 4, 4),
-                                     (32, 8, 4))),
+    *(Config(*each, 0, 32) for each in ((4, 1), (8, 1), (16, 4), (32, 4))),
+    *(Config(*each, 16, 32) for each in ((4, 1), (8, 1), (8, 2), (16, 1), (16, 2), (16, 4), (32, 2), (32, 4), (32, 8),
+                                         (64, 4), (64, 8), (128, 8))),
+    *(Config(32, 4, chunk, 32) for chunk in (4, 8, 32)), Config(16, 4, 8, 32), Config(16, 4, 32, 32),
+    Config(32, 4, 16, 8), Config(32, 4, 16, ROWS),
 )  # fmt: skip
 
 

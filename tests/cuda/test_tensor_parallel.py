@@ -55,7 +55,7 @@ CASES = {
     "wide fp8, fp8 cache": Case("wide", LARGE | {"quantization": "fp8", "kv_cache_dtype": "fp8"}),
     "moe": Case("moe"),
     "moe fp8": Case("moe", {"quantization": "fp8"}),
-    "moe dealt": Case("moe", LARGE | {"enable_expert_parallel": True}),
+    "moe dealt": Case("moe", {"enable_expert_parallel": True}),
     "moe fp8 dealt": Case("moe", {"quantization": "fp8", "enable_expert_parallel": True}),
     "int4": Case("wide", {"quantization": "int4"}),
     "int8": Case("wide", {"quantization": "int8"}),

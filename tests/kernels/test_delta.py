@@ -59,10 +59,10 @@ def test_it_is_the_reference(name, dtype):
 @pytest.mark.parametrize(
     ("name", "config"),
     [
-        ("one run", Config(4, 1, 1, 1)),
+        ("one run", Config(4, 1, 0, 1)),
         ("one run", Config(16, 4, 0, 2)),
-        ("several runs", Config(2, 1, 3, 4)),
-        ("few numbers", Config(4, 1, 4, 4)),
+        ("several runs", Config(2, 1, 0, 4)),
+        ("few numbers", Config(4, 1, 0, 4)),
     ],
 )
 def test_the_recurrence_has_the_bits_of_the_reference(name, config, monkeypatch):

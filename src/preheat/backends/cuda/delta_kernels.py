@@ -113,6 +113,18 @@ def silu(x):
 
 
 @triton.jit
+def _taps(taps, channel, wanted, tap: tl.constexpr, TAPS: tl.constexpr):
+    """Return the weights of ``tap`` for the ``wanted`` ones of ``channel`` [n]; a lane reads four taps at once."""
+    if TAPS != 4:
+        return tl.load(taps + channel * TAPS + tap, mask=wanted, other=0.0)
+    here = channel[:, None] * 4 + tl.arange(0, 4)[None, :]
+    whole = tl.load(taps + here, mask=wanted[:, None] & (here >= 0), other=0.0)
+    even, odd = tl.split(tl.reshape(whole, [channel.shape[0], 2, 2]))
+    one, other = tl.split(odd if tap % 2 else even)
+    return other if tap // 2 else one
+
+
+@triton.jit
 def _convolved(
     x, window, taps, token, place, slot, fresh, channel, wanted, stride, CHANNELS: tl.constexpr, TAPS: tl.constexpr
 ):
@@ -126,7 +138,7 @@ def _convolved(
         given = tl.load(x + (token - (TAPS - 1) + tap) * stride + channel, mask=wanted & (at >= 0), other=0.0)
         kept = window + (slot * (TAPS - 1) + at + TAPS - 1) * CHANNELS + channel
         given = tl.where(at >= 0, given, tl.load(kept, mask=wanted & (at < 0) & (fresh == 0), other=0.0))
-        product = given.to(tl.float32) * tl.load(taps + channel * TAPS + tap, mask=wanted, other=0.0)
+        product = given.to(tl.float32) * _taps(taps, channel, wanted, tap, TAPS)
         if tap == 0:
             found = product
         else:
@@ -213,6 +225,24 @@ def _row(table, row, PARTS: tl.constexpr):
     return first, slot.to(tl.int64), part, last
 
 
+@triton.jit(do_not_specialize_on_alignment=["positions"])
+def keep_windows(
+    x, positions, table, window, stride, PARTS: tl.constexpr, CHANNELS: tl.constexpr, TAPS: tl.constexpr,
+    UNITS: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """Keep the windows of every n-th row, for one of ``UNITS`` parts of the channels."""
+    begin(overlap)
+    row = tl.program_id(1)
+    first, slot, part, last = _row(table, row, PARTS)
+    while part < last:  # a row beyond the last one has no part
+        fresh = (tl.load(positions + first) == 0).to(tl.int32)
+        _keep_windows(
+            x, table, window, first, slot, fresh, part, last, tl.program_id(0), stride, PARTS, CHANNELS, TAPS, UNITS
+        )
+        row += tl.num_programs(1)
+        first, slot, part, last = _row(table, row, PARTS)
+
+
 @triton.jit
 def _read(given, token, end, run, numbers, column, KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, VALUE: tl.constexpr):
     """Return a token's key and query [runs, columns, run], values [columns], decay, beta and tree(k * q).
@@ -231,37 +261,19 @@ def _read(given, token, end, run, numbers, column, KEY_HEADS: tl.constexpr, SHAR
     return key, query, value, rate, share, tl.load(found + CROSS, mask=there)
 
 
-@triton.jit
-def _find(given, token, run, numbers, column, KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, VALUE: tl.constexpr):
-    """Return the numbers of :func:`_read` by whole loads. The compiler sends them through shared memory."""
-    KEY: tl.constexpr = run.shape[0] * numbers.shape[0]
-    pair, v, scalars = given
-    inside = run[:, None, None] * numbers.shape[0] + numbers[None, :, None] + tl.arange(0, 2)[None, None, :] * KEY
-    key, query = tl.split(tl.load(pair + token * (2 * KEY_HEADS * KEY) + inside))
-    value = tl.load(v + token * (KEY_HEADS * SHARE * VALUE) + column)
-    found = tl.load(scalars + token * (KEY_HEADS * SHARE * SCALARS) + tl.arange(0, SCALARS))
-    some, others = tl.split(tl.reshape(found, [2, 2]))
-    rate, cross = tl.split(some)
-    share, _ = tl.split(others)
-    return key[:, None, :], query[:, None, :], value, rate, share, cross
-
-
 @triton.jit(do_not_specialize_on_alignment=["positions"])
 def recur(
     x, positions, table, window, matrix, pair, v, scalars, out, stride, KEY_HEADS: tl.constexpr,
     SHARE: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr, PARTS: tl.constexpr,
-    COLUMNS: tl.constexpr, RUN: tl.constexpr, LANES: tl.constexpr, STAGES: tl.constexpr, overlap: tl.constexpr,
+    COLUMNS: tl.constexpr, RUN: tl.constexpr, LANES: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Run step 4 of the contract for some columns of a value head, and keep windows; a program has every n-th row.
 
-    With more than one of ``STAGES``, numbers of the next STAGES - 1 tokens are on their way through shared memory. With
-    one, the next token's numbers are on their way while a token is computed; with none, they are read behind it.
+    Numbers of the next token are on their way. :mod:`preheat.backends.cuda.delta_prompts` serves long rows.
     """
     begin(overlap)
     HEADS: tl.constexpr = KEY_HEADS * SHARE
     BLOCKS: tl.constexpr = VALUE // COLUMNS
-    DIRECT: tl.constexpr = STAGES <= 1
-    AHEAD: tl.constexpr = STAGES if STAGES > 1 else 1
     block, head = tl.program_id(0), tl.program_id(1)
     column = block * COLUMNS + tl.arange(0, COLUMNS)
     run, numbers = tl.arange(0, KEY // RUN), tl.arange(0, RUN)
@@ -276,8 +288,7 @@ def recur(
             pair + (start * KEY_HEADS + head // SHARE) * (2 * KEY), v + (start * HEADS + head) * VALUE,
             scalars + (start * HEADS + head) * SCALARS,
         )  # fmt: skip
-        if DIRECT:
-            key, query, value, rate, share, cross = _read(given, 0, 1, run, numbers, column, KEY_HEADS, SHARE, VALUE)
+        key, query, value, rate, share, cross = _read(given, 0, 1, run, numbers, column, KEY_HEADS, SHARE, VALUE)
         fresh = (tl.load(positions + first) == 0).to(tl.int32)
         _keep_windows(
             x, table, window, first, slot, fresh, part, last, head * BLOCKS + block, stride, PARTS,
@@ -286,13 +297,7 @@ def recur(
         until, write = tl.load(table + PARTS + 2 * part), tl.load(table + PARTS + 2 * part + 1)  # of the part
         state = tl.where(fresh == 0, state, 0.0)
         answers = out + (start * HEADS + head) * VALUE + column
-        for token in tl.range(0, size, num_stages=AHEAD):
-            if not DIRECT:
-                key, query, value, rate, share, cross = _find(
-                    given, token, run, numbers, column, KEY_HEADS, SHARE, VALUE
-                )
-            if STAGES == 1:
-                following = _read(given, token + 1, size, run, numbers, column, KEY_HEADS, SHARE, VALUE)
+        for token in range(size):
             state = state * rate
             seen, answer = column_sums(state * key, state * query, LANES)
             change = (value - seen) * share
@@ -303,12 +308,9 @@ def recur(
                 part += 1
                 until = tl.load(table + PARTS + 2 * part, mask=part < last, other=0)
                 write = tl.load(table + PARTS + 2 * part + 1, mask=part < last, other=0)
-            if STAGES == 1:
-                key, query, value, rate, share, cross = following
-            elif DIRECT:
-                key, query, value, rate, share, cross = _read(
-                    given, token + 1, size, run, numbers, column, KEY_HEADS, SHARE, VALUE
-                )
+            key, query, value, rate, share, cross = _read(
+                given, token + 1, size, run, numbers, column, KEY_HEADS, SHARE, VALUE
+            )
         row += tl.num_programs(2)
         first, slot, part, last = _row(table, row, PARTS)
 

@@ -1,0 +1,168 @@
+"""The recurrence of the gated delta rule for prompts: tokens come through shared memory, some at a time.
+
+Contract. As :mod:`preheat.backends.cuda.delta_kernels`: the same operations in the same order, so the same bits. There
+a program asks for each token's numbers one token ahead. A prompt has thousands of tokens, and each would wait for the
+L2 cache. Here a program copies ``CHUNK`` tokens at once into shared memory, while it computes the tokens before them.
+"""
+
+from __future__ import annotations
+
+import triton.language as tl
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import async_copy
+
+from preheat.backends.cuda.delta_kernels import BETA, CROSS, DECAY, SCALARS, log2
+from preheat.backends.cuda.launch import begin
+
+NEIGHBORS = gl.constexpr(4)
+"""Numbers that a lane reads at once."""
+
+BUFFERS = gl.constexpr(2)
+
+
+@gluon.jit
+def _added(one, other, more, others):
+    return one + more, other + others
+
+
+@gluon.jit
+def _lane_sums(x, LANES: gl.constexpr):
+    """See :func:`preheat.backends.cuda.delta_kernels._lane_sums`."""
+    COLUMNS: gl.constexpr = x.shape[1]
+    x = gl.reshape(gl.permute(x, (1, 2, 0)), [COLUMNS, LANES, x.shape[0] * x.shape[2] // LANES])
+    for _ in gl.static_range(log2(x.shape[2])):
+        one, other = gl.split(gl.reshape(x, [COLUMNS, LANES, x.shape[2] // 2, 2]))
+        x = one + other
+    return gl.reshape(x, [COLUMNS, LANES])
+
+
+@gluon.jit
+def _column_sums(x, y, LANES: gl.constexpr, layout: gl.constexpr):
+    """See :func:`preheat.backends.cuda.delta_kernels.column_sums`."""
+    found, others = gl.reduce((_lane_sums(x, LANES), _lane_sums(y, LANES)), 1, _added)
+    return gl.convert_layout(found, layout), gl.convert_layout(others, layout)
+
+
+@gluon.jit
+def _copy(
+    given, chunks, turn, first, size, KEY_HEADS: gl.constexpr, SHARE: gl.constexpr, VALUE: gl.constexpr,
+    CHUNK: gl.constexpr, COLUMNS: gl.constexpr,
+):  # fmt: skip
+    """Ask for the numbers of the tokens from ``first`` on, below ``size``, into the buffer ``turn`` of ``chunks``."""
+    pair, v, scalars = given
+    pairs, values, numbers = chunks[0].index(turn), chunks[1].index(turn), chunks[2].index(turn)
+    RUNS: gl.constexpr = pairs.shape[1]
+    RUN: gl.constexpr = pairs.shape[2]
+    WARPS: gl.constexpr = gl.num_warps()
+    wide: gl.constexpr = gl.BlockedLayout([1, 1, 4], [1, 32 * 4 // RUN, RUN // 4], [WARPS, 1, 1], [2, 1, 0])
+    flat: gl.constexpr = gl.BlockedLayout([1, 4], [128 // COLUMNS, COLUMNS // 4], [WARPS, 1], [1, 0])
+    each: gl.constexpr = gl.BlockedLayout([1, 1], [8, 4], [WARPS, 1], [1, 0])
+    token = gl.arange(0, CHUNK * 2, gl.SliceLayout(1, gl.SliceLayout(2, wide)))[:, None, None]
+    run = gl.arange(0, RUNS, gl.SliceLayout(0, gl.SliceLayout(2, wide)))[None, :, None]
+    number = gl.arange(0, RUN, gl.SliceLayout(0, gl.SliceLayout(1, wide)))[None, None, :]
+    at = (first * 2 + token) // 2 * (2 * KEY_HEADS * RUNS * RUN) + token % 2 * (RUNS * RUN) + run * RUN + number
+    async_copy.async_copy_global_to_shared(pairs, pair + at, mask=(first + token // 2 < size) & (at >= 0))
+    token = gl.arange(0, CHUNK, gl.SliceLayout(1, flat))[:, None]
+    column = gl.arange(0, COLUMNS, gl.SliceLayout(0, flat))[None, :]
+    at = (first + token) * (KEY_HEADS * SHARE * VALUE) + column
+    async_copy.async_copy_global_to_shared(values, v + at, mask=(first + token < size) & (at >= 0))
+    token = gl.arange(0, CHUNK, gl.SliceLayout(1, each))[:, None]
+    number = gl.arange(0, SCALARS, gl.SliceLayout(0, each))[None, :]
+    at = (first + token) * (KEY_HEADS * SHARE * SCALARS) + number
+    async_copy.async_copy_global_to_shared(numbers, scalars + at, mask=(first + token < size) & (at >= 0))
+    async_copy.commit_group()
+
+
+@gluon.jit
+def _take(shared, token, state: gl.constexpr):
+    """Return a token's key and query [runs, 1, run], values [columns], decay, beta and tree(k * q)."""
+    pairs, values, numbers = shared
+    across: gl.constexpr = gl.SliceLayout(1, state)
+    column: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, state))
+    key = gl.expand_dims(pairs.index(token * 2).load(across), 1)
+    query = gl.expand_dims(pairs.index(token * 2 + 1).load(across), 1)
+    value = values.index(token).load(column)
+    own = numbers.index(token)
+    rate = own.slice(DECAY, 1).load(column)
+    share = own.slice(BETA, 1).load(column)
+    cross = own.slice(CROSS, 1).load(column)
+    return key, query, value, rate, share, cross
+
+
+@gluon.jit(do_not_specialize_on_alignment=["positions"])
+def recur_prompts(
+    positions, table, matrix, pair, v, scalars, out, KEY_HEADS: gl.constexpr, SHARE: gl.constexpr,
+    KEY: gl.constexpr, VALUE: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr, RUN: gl.constexpr,
+    LANES: gl.constexpr, CHUNK: gl.constexpr, overlap: gl.constexpr,
+):  # fmt: skip
+    """Run step 4 of the contract for some columns of a value head; a program has every n-th row."""
+    begin(overlap)
+    HEADS: gl.constexpr = KEY_HEADS * SHARE
+    RUNS: gl.constexpr = KEY // RUN
+    WARPS: gl.constexpr = gl.num_warps()
+    DOWN: gl.constexpr = 32 // LANES
+    layout: gl.constexpr = gl.BlockedLayout(
+        [RUNS, COLUMNS // (DOWN * WARPS), NEIGHBORS], [1, DOWN, LANES], [1, WARPS, 1], [2, 1, 0]
+    )
+    columns: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
+    one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    two: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
+    three: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [2, 1, 0])
+    shared = (  # a token's numbers
+        gl.allocate_shared_memory(gl.float32, [BUFFERS * CHUNK * 2, RUNS, RUN], two),
+        gl.allocate_shared_memory(gl.float32, [BUFFERS * CHUNK, COLUMNS], one),
+        gl.allocate_shared_memory(gl.float32, [BUFFERS * CHUNK, SCALARS], one),
+    )
+    chunks = (  # the same memory, by chunks
+        shared[0]._reinterpret(gl.float32, [BUFFERS, CHUNK * 2, RUNS, RUN], three),
+        shared[1]._reinterpret(gl.float32, [BUFFERS, CHUNK, COLUMNS], two),
+        shared[2]._reinterpret(gl.float32, [BUFFERS, CHUNK, SCALARS], two),
+    )
+    block, head, row = gl.program_id(0), gl.program_id(1), gl.program_id(2)
+    column = block * COLUMNS + gl.arange(0, COLUMNS, columns)
+    run = gl.arange(0, RUNS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    number = gl.arange(0, RUN, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    here = run * RUN + column[None, :, None] * KEY + number
+    while row < PARTS // 4:
+        words = table + 4 * row
+        first, slot = gl.load(words), gl.load(words + 1).to(gl.int64)
+        part, last = gl.load(words + 2), gl.load(words + 3)
+        if part < last:
+            start, size = first.to(gl.int64), gl.load(table + PARTS + 2 * last - 2) - first
+            given = (
+                pair + (start * KEY_HEADS + head // SHARE) * (2 * KEY),
+                v + (start * HEADS + head) * VALUE + block * COLUMNS,
+                scalars + (start * HEADS + head) * SCALARS,
+            )  # fmt: skip
+            tl.debug_barrier()  # the row before has been read
+            _copy(given, chunks, 0, 0, size, KEY_HEADS, SHARE, VALUE, CHUNK, COLUMNS)
+            state = gl.load(matrix + (slot * HEADS + head) * (KEY * VALUE) + here)
+            fresh = gl.load(positions + first) == 0
+            state = gl.where(fresh, 0.0, state)
+            until, write = gl.load(table + PARTS + 2 * part), gl.load(table + PARTS + 2 * part + 1)  # of the part
+            answers = out + (start * HEADS + head) * VALUE + column
+            for chunk in range(gl.cdiv(size, CHUNK)):
+                tl.debug_barrier()  # the chunk before the last has been read
+                begun, turn = chunk * CHUNK, (chunk + 1) % BUFFERS
+                _copy(given, chunks, turn, begun + CHUNK, size, KEY_HEADS, SHARE, VALUE, CHUNK, COLUMNS)
+                async_copy.wait_group(1)
+                tl.debug_barrier()
+                held = chunk % BUFFERS * CHUNK
+                key, query, value, rate, share, cross = _take(shared, held, layout)
+                count = gl.minimum(size - begun, CHUNK)
+                for token in range(count):
+                    state = state * rate[None, :, None]
+                    seen, answer = _column_sums(state * key, state * query, LANES, columns)
+                    change = (value - seen) * share
+                    state = state + key * change[None, :, None]
+                    gl.store(answers + (begun + token) * (HEADS * VALUE), answer + cross * change)
+                    if first + begun + token + 1 == until:
+                        gl.store(matrix + (write.to(gl.int64) * HEADS + head) * (KEY * VALUE) + here, state)
+                        part += 1
+                        until = gl.load(table + PARTS + 2 * part, mask=part < last, other=0)
+                        write = gl.load(table + PARTS + 2 * part + 1, mask=part < last, other=0)
+                    behind = held + gl.minimum(token + 1, CHUNK - 1)
+                    key, query, value, rate, share, cross = _take(shared, behind, layout)
+            async_copy.wait_group(0)
+        row += gl.num_programs(2)
