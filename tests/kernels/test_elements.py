@@ -15,6 +15,7 @@ from preheat.ops import activation, embedding, moe, rotary
 from preheat.ops.finite import finite_values
 from preheat.ops.float8 import round_to
 from preheat.ops.norm import RMSNorm, make_norm
+from preheat.ops.proof import noise
 from tests.kernels.paged import relative_error
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -291,3 +292,17 @@ def test_rows_are_taken():
     assert torch.equal(take_rows(hidden, torch.tensor([5, 0, 5], dtype=torch.int32)), hidden[[5, 0, 5]])
     parts, index = hidden.view(len(hidden), 2, -1), torch.tensor([5, 0, 5], dtype=torch.int32)
     assert torch.equal(take_rows(parts[:, 1], index), parts[[5, 0, 5], 1]), "rows may lie in wider rows"
+
+
+@pytest.mark.parametrize("repeats", [False, True])
+@pytest.mark.parametrize("dim", [16, 24])
+def test_values_are_normed_where_they_lie(dim, repeats):
+    """They have the bits of the norm of each head; other heads stay as they are. A wrong number of heads is seen."""
+    norm, heads = CudaNorm(noise(dim, seed=4).bfloat16(), 1e-6, "rms_once"), 2
+    qkv = noise(3, 7 * dim).bfloat16()
+    normed = norm(qkv[:, -heads * dim :].reshape(-1, dim)).view(3, -1)
+    right = torch.cat((qkv if repeats else qkv[:, : -heads * dim], normed), 1)
+    assert not torch.equal(norm.of_values(qkv.clone(), heads - 1, repeats=repeats)[:, -dim * heads :], normed)
+    found = norm.of_values(qkv, heads, repeats=repeats)
+    assert torch.equal(found, right) and found.is_contiguous()
+    assert (found.data_ptr() == qkv.data_ptr()) == (not repeats)

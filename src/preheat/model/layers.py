@@ -11,7 +11,17 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from preheat.backends.base.collective import Collective
-from preheat.backends.base.layers import AnyLayer, Close, Closing, ExpertsLayer, FusedInput, Join, Linear, Norm
+from preheat.backends.base.layers import (
+    AnyLayer,
+    Close,
+    Closing,
+    ExpertsLayer,
+    FusedInput,
+    Join,
+    Linear,
+    Norm,
+    ValuesNorm,
+)
 from preheat.model.latent import Latent
 from preheat.model.layer_inputs import LayerEnd
 from preheat.ops.delta import DeltaWeights
@@ -34,6 +44,8 @@ class OwnValues:
 
     def __call__(self, qkv: Tensor) -> Tensor:
         """Return queries, keys and values of ``qkv`` [tokens, n], side by side."""
+        if isinstance(self.norm, ValuesNorm):
+            return self.norm.of_values(qkv, self.size // self.norm.weight.shape[-1], repeats=self.repeats)
         last = qkv[:, -self.size :]
         values = self.norm(last.reshape(-1, self.norm.weight.shape[-1])).view(last.shape)
         return torch.cat((qkv if self.repeats else qkv[:, : -self.size], values), 1)

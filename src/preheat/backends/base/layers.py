@@ -170,6 +170,17 @@ class InsertingNorm(Protocol):
         """
 
 
+@runtime_checkable
+class ValuesNorm(Protocol):
+    """A norm that norms heads where they lie among others."""
+
+    def of_values(self, qkv: Tensor, heads: int, *, repeats: bool) -> Tensor:
+        """Return ``qkv`` [tokens, n] with its last ``heads`` heads normed, the others as they are; in place perhaps.
+
+        ``repeats``: the last heads are keys. They stay, and their norms follow behind them.
+        """
+
+
 class Closing(NamedTuple):
     """The last steps of a block, each for one row, and rounded to the dtype.
 

@@ -114,6 +114,23 @@ def _inserted_norm(
         tl.store(to + rest, tl.load(mine + rest, mask=rest < SIZE + REST), mask=rest < SIZE + REST)
 
 
+@triton.jit
+def _values_norm(
+    x, weight, out, share, eps, x_stride, out_stride, KIND: tl.constexpr, BACK: tl.constexpr, SIZE: tl.constexpr,
+    WIDTH: tl.constexpr, START: tl.constexpr, VALUES: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """Write one head of one token to out: heads from ``VALUES`` on normed, from the head ``BACK`` heads before."""
+    at = tl.arange(0, WIDTH)
+    scales = tl.load(weight + at, mask=at < SIZE, other=0.0)  # no kernel writes weights, so this need not wait
+    begin(overlap)
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1) + START
+    source = head - tl.where(head >= VALUES, BACK, 0)
+    row = tl.load(x + token * x_stride + source * SIZE + at, mask=at < SIZE, other=0.0)
+    if head >= VALUES:
+        row = rms_row(row, scales, share, eps, KIND)
+    tl.store(out + token * out_stride + head * SIZE + at, row, mask=at < SIZE)
+
+
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """Return the norm of ``x`` [tokens, size], contiguous, with ``weight`` [size]: a new tensor."""
     return CudaNorm(weight, eps)(x)
@@ -157,6 +174,21 @@ class CudaNorm:
             x, self.weight, self.bias, out, 1.0 / size, self.eps, x.stride(0), out.stride(0),
             KIND=self.kind, SIZE=size, REST=rest, REST_WIDTH=triton.next_power_of_2(rest), **layout(size),
         )  # fmt: skip
+
+    def of_values(self, qkv: Tensor, heads: int, *, repeats: bool) -> Tensor:
+        """Norm each of the last ``heads`` heads of ``qkv`` [tokens, n] in place, and return ``qkv``.
+
+        ``repeats``: the last heads are keys; return a new tensor with the keys' norms behind them.
+        """
+        size = self.weight.shape[-1]
+        count = qkv.shape[1] // size + heads * repeats
+        out = qkv.new_empty(len(qkv), count * size) if repeats else qkv
+        start = 0 if repeats else count - heads
+        _values_norm[(len(qkv), count - start)](
+            qkv, self.weight, out, 1.0 / size, self.eps, qkv.stride(0), out.stride(0), KIND=self.kind,
+            BACK=heads * repeats, SIZE=size, START=start, VALUES=count - heads, **layout(size),
+        )  # fmt: skip
+        return out
 
     def quantized(self, x: Tensor, residual: Tensor | None, how: QuantizedInput) -> QuantizedRows:
         """Return float8 codes and scales of the norm, after adding x to ``residual`` if given.

@@ -25,6 +25,11 @@ from preheat.backends.cuda.quantize import divided
 HEADS_PER_PROGRAM = 8
 
 
+def heads_of_program(dim: int) -> int:
+    """Return the heads of a program: two warps hold so many halves of wide heads at once. Changes no bits."""
+    return max(1, min(HEADS_PER_PROGRAM, 512 // triton.next_power_of_2(dim // 2)))
+
+
 @triton.jit
 def _times(a, b):
     """Return the product, rounded to the dtype."""
@@ -176,12 +181,13 @@ def rope_and_write(
     block, dim = cache.shape[3:]
     kv_heads = cache.shape[2] if own else 0
     heads = qkv.shape[1] - 2 * kv_heads
-    programs = (len(qkv), triton.cdiv(heads + 2 * kv_heads, HEADS_PER_PROGRAM))
+    each = heads_of_program(dim)
+    programs = (len(qkv), triton.cdiv(heads + 2 * kv_heads, each))
     _rope_and_write[programs](
         qkv, rope, growth, places.slots, places.positions, places.table, cache, weight, eps, key_scale, value_scale,
         *cache.stride()[:3], places.table.stride(0),
         HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2), BLOCK=block,
-        PER_PROGRAM=HEADS_PER_PROGRAM, KIND=kind,
+        PER_PROGRAM=each, KIND=kind,
         MOST=torch.finfo(cache.dtype).max if scales else 0.0, BY_TOKEN=by_token,
         enable_fp_fusion=False, **options(num_warps=2, num_stages=1),
     )  # fmt: skip
