@@ -78,15 +78,26 @@ MANY_NARROW = 16
 """As ``MANY``, with a cache of eight bits."""
 
 
-def decode_config(rows: int, dim: int, dtype: torch.dtype, stored: torch.dtype) -> AttentionConfig:
-    """Return the layout for decoding ``rows`` rows with heads of ``dim`` numbers.
+WIDEST_HEADS = 150_000
+"""As ``WIDE_HEADS``, for two stages of heads of 512, or three of 256."""
 
-    The cache has the dtype ``stored``. Measured on an H200 (benchmarks/attention.py).
+
+FEW = 16
+"""Below so many rows there is room for more stages of wide heads."""
+
+
+def decode_config(
+    rows: int, dim: int, dtype: torch.dtype, stored: torch.dtype, card: Card = PORTABLE
+) -> AttentionConfig:
+    """Return the layout for decoding ``rows`` rows with heads of ``dim`` numbers on ``card``.
+
+    The cache has the dtype ``stored``. Measured on an H200 (benchmarks/attention.py), heads above 128 on an H100.
     """
+    large = card.room >= WIDEST_HEADS and dtype.itemsize == 2
     if dim * dtype.itemsize > 512:
-        return AttentionConfig(rows=16, warps=8, stages=1, programs=2)
+        return AttentionConfig(rows=16, warps=8, stages=2 if large and dim <= 512 else 1, programs=2)
     if dim * dtype.itemsize > 256:
-        return AttentionConfig(rows=16, warps=4, stages=2, programs=6)
+        return AttentionConfig(rows=16, warps=4, stages=3 if large and rows < FEW else 2, programs=6)
     if stored.itemsize == 1:
         return AttentionConfig(rows=16, warps=2 if rows >= MANY_NARROW else 4, stages=3, programs=6)
     return (
@@ -439,7 +450,7 @@ def decode_attention(
     kv_heads, block = cache.shape[2:4]
     work, width, window = pieces.work, rows.width, scores.window
     units = len(work) * kv_heads
-    config = config or decode_config(rows.most, dim, q.dtype, cache.dtype)
+    config = config or decode_config(rows.most, dim, q.dtype, cache.dtype, card_at(q.device))
     query_rows, queries, warps = max(config.rows, triton.next_power_of_2(heads // kv_heads)), 1, config.warps
     if width > 1:
         query_rows, warps = verify_rows(heads, kv_heads, width, dim, q.dtype), max(warps, 4)

@@ -27,7 +27,8 @@ HEADS_PER_PROGRAM = 8
 
 def heads_of_program(dim: int) -> int:
     """Return the heads of a program: two warps hold so many halves of wide heads at once. Changes no bits."""
-    return max(1, min(HEADS_PER_PROGRAM, 512 // triton.next_power_of_2(dim // 2)))
+    half: int = triton.next_power_of_2(dim // 2)
+    return max(1, min(HEADS_PER_PROGRAM, 512 // half))
 
 
 @triton.jit
