@@ -118,7 +118,9 @@ def test_one_hit_in_n_is_computed_again_and_a_changed_entry_is_found(
     assert names["answer_cache_different"].value == 0  # of the boot's own cache
 
 
-def test_the_least_recent_answers_go_and_large_ones_are_not_kept(llm: LLM, cache: AnswerCache) -> None:
+def test_the_least_recent_answers_go_and_large_ones_are_not_kept(
+    llm: LLM, cache: AnswerCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
     ask(llm, PLAIN)
     size = cache.figures.bytes
     cache._size = 3 * size
@@ -137,6 +139,11 @@ def test_the_least_recent_answers_go_and_large_ones_are_not_kept(llm: LLM, cache
     cache._entries.clear()
     cache.figures.bytes = 0
     assert all(ask(llm, PLAIN)[1] for _ in range(2)) and not cache._entries
+    cache._size = 10 * size
+    monkeypatch.setattr(answer_cache, "MOST_VALUES", 4 * 9 - 1)
+    assert all(ask(llm, replace(PLAIN, logprobs=3))[1] for _ in range(2)) and not cache._entries
+    monkeypatch.setattr(answer_cache, "MOST_VALUES", 4 * 9)
+    assert [ask(llm, replace(PLAIN, logprobs=3))[1] > 0 for _ in range(2)] == [True, False]
 
 
 def test_a_key_without_the_choice_is_found(llm: LLM, cache: AnswerCache, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -29,6 +29,9 @@ KEY_BYTES = 16
 AT_ONCE = 256
 """Tokens of a kept answer that become text at once."""
 
+MOST_VALUES = 1 << 18
+"""Tokens and alternatives of the longest answer that is kept. The event loop encodes and decodes it in about 10 ms."""
+
 OVERHEAD = 200
 """Bytes of an entry beside its contents: key, dictionary and object."""
 
@@ -106,6 +109,8 @@ class AnswerCache:
         """Keep the answer of a choice that has ended, or compare it with the kept one."""
         pending = self._pending.pop(choice.id, None)
         if pending is None or choice.finish_reason in (None, "abort", "error"):
+            return
+        if len(choice.token_ids) * (1 + (choice.state.params.logprobs or 0)) > MOST_VALUES:
             return
         # Without an end of the engine's a stop string has ended the text, and ends it again at the same token.
         end = pending.end or Finish("length")
