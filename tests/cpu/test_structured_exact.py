@@ -38,10 +38,15 @@ def bytes_of(backend) -> dict[int, int]:
 
 def takes(backend: Library, bytes_of: dict[int, int], grammar: Grammar, text: str) -> bool:
     """Return whether the masks allow ``text`` to its last byte, and the end there."""
+    return allows(backend, grammar, [bytes_of[each] for each in text.encode()])
+
+
+def allows(backend: Library, grammar: Grammar, tokens: list[int]) -> bool:
+    """Return whether the masks allow ``tokens``, and the end behind them."""
     params = SamplingParams(structured_outputs=StructuredOutputsParams(regex="x"))
     state = grammar.state(Request(1, [0], params, 0, 9, stop_ids=[END]))
     mask = np.zeros((1, backend.words), np.int32)
-    for token in [*(bytes_of[each] for each in text.encode()), END]:
+    for token in [*tokens, END]:
         backend.fill(mask, [(state, 0, ())])
         assert not state.error
         if not mask[0, token // 32] >> token % 32 & 1:
@@ -49,6 +54,32 @@ def takes(backend: Library, bytes_of: dict[int, int], grammar: Grammar, text: st
         if token != END:
             assert not state.accept(token)
     return True
+
+
+ASTRAL = "\U0001f336\U0010ffff"
+LITERALS: dict[str, tuple[dict[str, Any], str]] = {
+    "const": ({"json": {"const": ASTRAL}}, f'"{ASTRAL}"'),
+    "enum": ({"json": {"enum": [1, [ASTRAL]]}}, f'["{ASTRAL}"]'),
+    "key": ({"json": {"properties": {ASTRAL: {}}, "required": [ASTRAL], "type": "object"}}, f'{{"{ASTRAL}":1}}'),
+    "pattern": ({"json": {"type": "string", "pattern": f"^{ASTRAL}$"}}, f'"{ASTRAL}"'),
+    "choice": ({"choice": [ASTRAL, "b"]}, ASTRAL),
+    "regex": ({"regex": f"{ASTRAL}+"}, ASTRAL),
+    "grammar": ({"grammar": f'root ::= "{ASTRAL}"'}, ASTRAL),
+    "tag": (
+        {"structural_tag": {"type": "structural_tag", "format": {"type": "const_string", "value": ASTRAL}}},
+        ASTRAL,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", LITERALS)
+def test_a_literal_may_have_characters_beyond_the_first_plane(backend, name):
+    """UTF-8 has four bytes for such a character, and two surrogates are no text."""
+    asked, text = LITERALS[name]
+    grammar = backend.compile(StructuredOutputsParams(**asked))
+    assert allows(backend, grammar, byte_level().encode(text, add_special_tokens=False).ids)
+    other = text.replace("\U0001f336", "\U0001f337")
+    assert not allows(backend, grammar, byte_level().encode(other, add_special_tokens=False).ids)
 
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}

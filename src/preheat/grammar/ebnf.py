@@ -176,7 +176,8 @@ def _counts(node: Node) -> bool:
 
 
 def _quote(value: str) -> str:
-    return json.dumps(value)
+    """Return ``value`` as a literal. xgrammar reads an escaped pair of surrogates as two characters of no text."""
+    return json.dumps(value, ensure_ascii=False)
 
 
 def _code(code: int) -> str:
