@@ -69,8 +69,8 @@ tokens to other experts) and runs `preheat verify` on it; `tests/cuda/test_llava
 ## Gemma 4
 
 The text models run on a CPU, in `--execution-mode eager`: dense ones, E2B and E4B with their inputs of each layer, and
-26B-A4B with its experts. On a GPU they run by kernels that were tested in an interpreter alone. Encoders of images and
-sound are not loaded, and images are refused.
+26B-A4B with its experts. On a GPU `tests/cuda/test_families.py` compares them with transformers
+too. Encoders of images and sound are not loaded, and images are refused.
 
 - Full layers have larger heads than layers with a window, so the cache has entries of several sizes. All blocks take
   equally many bytes, and each [cache group](decisions/kv-cache.md#room-of-a-block) has as many layers as fit.
@@ -179,8 +179,7 @@ def _row(family: Callable[[Config], ModelSpec], names: list[str]) -> str:
     sizes, whole = [_sizes_of(spec) for spec in specs], any(spec.attentions[0].whole_qk_norm for spec in specs)
     assert sizes, f"no checkpoint of {names} is compared with transformers"
     cells = ["<br>".join(f"`{name}`" for name in names), adds, "<br>".join(dict.fromkeys(sizes)), "yes"]
-    untried = any(spec.layers[0].end for spec in specs)
-    cells.append("not yet" if QWEN_VL in names else "by the same kernels, not tried" if untried else "yes")
+    cells.append("not yet" if QWEN_VL in names else "yes")
     stacked = GPT_OSS in names
     shared = not (LLAVA in names or QWEN_VL in names or stacked or whole or states)
     return _line(

@@ -1,6 +1,6 @@
 """The last steps of a block on CUDA, in one launch: sums of experts, norms, the residual addition and the next norms.
 
-Contract. Bits are those of :mod:`preheat.backends.cuda.moe_route` (the sum over experts), of
+Contract. The bits equal the bits of :mod:`preheat.backends.cuda.moe_route` (the sum over experts), of
 :mod:`preheat.backends.cuda.norm` and of additions one after the other, each rounded to the dtype. A sum over a row has
 the norms' order: one program a row, with the block and the warps of a norm.
 """
@@ -20,7 +20,7 @@ from preheat.backends.cuda.moe_route import Arrangement
 from preheat.backends.cuda.norm import CudaNorm, layout, rms_row
 
 KINDS = ("rms", "rms_once", "rms_plus_one", "identity")
-"""Kinds of norms of which a row may have several in a program."""
+"""Kinds of norms that a program may take several of."""
 
 
 class Unsummed(NamedTuple):
@@ -31,7 +31,7 @@ class Unsummed(NamedTuple):
 
 
 class _Rows(NamedTuple):
-    """The rows of a block: of tokens, or of experts with what :func:`preheat.backends.cuda.moe_route.combine` reads."""
+    """The rows of a block: tokens, or experts with the arguments of :func:`preheat.backends.cuda.moe_route.combine`."""
 
     rows: Any
     places: Any = None
@@ -149,7 +149,7 @@ class BlockNorm(CudaNorm):
 def _launch(
     given: _Rows, residual: Tensor, steps: Closing, arrangement: Arrangement | None = None
 ) -> tuple[Tensor, ...]:
-    """Take ``steps`` of ``given`` rows, which lie as ``arrangement`` says."""
+    """Take ``steps`` of ``given`` rows; ``arrangement`` has the places of experts."""
     norms = steps.first, steps.beside_norm, steps.last, *steps.norms, *[None] * (3 - len(steps.norms))
     found = [cast("CudaNorm | None", norm) for norm in norms]
     assert all(norm is None or (norm.kind in KINDS and norm.bias is None) for norm in found)

@@ -234,8 +234,9 @@ def _guess(shape: ExpertsShape, tokens: int, *, hopper: bool) -> ExpertsConfig:
     if shape.dtype != torch.bfloat16:
         return ExpertsConfig(1 if alone else PLAIN[shape.dtype].block, *PLAIN[shape.dtype][1:])
     mean = slots / shape.num_experts
-    if alone:
-        return ExpertsConfig(1, Tile(128, 16, 64, 4, 6, True), Tile(128, 16, 128, 4, 4, True))
+    if alone:  # a tile that ends inside of a row is loaded with a mask
+        first = Tile(128, 16, 128, 4, 3, True) if shape.hidden % 128 == 0 else Tile(128, 16, 64, 4, 6, True)
+        return ExpertsConfig(1, first, Tile(128, 16, 128 if shape.inner % 128 == 0 else 64, 4, 4, True))
     if mean <= 12:
         return ExpertsConfig(16, Tile(64, 16, 128, 4, 3, True), Tile(128, 16, 128, 4, 3, True))
     if mean <= 24:
