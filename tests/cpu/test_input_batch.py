@@ -15,6 +15,7 @@ from preheat.backends.cpu.backend import CpuBackend
 from preheat.core import NO_PERSISTENT_BATCH, Schedule, StepResult
 from preheat.execution.buffers import StepBuffers
 from preheat.execution.input_batch import InputBatch, Packer
+from preheat.execution.step_size import step_size_of
 from preheat.ops.sampling import SamplingInput
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
@@ -210,6 +211,7 @@ def run_steady(steps: Steps) -> None:
     while packed := steps.pack():
         schedule, batch, expected = packed
         assert steps.sent(schedule, batch) == expected
+        assert batch.bucket == steps.plan.fit(step_size_of(schedule, steps.scheduler.slots, steps.plan))
         steps.settle(schedule)
 
 

@@ -329,8 +329,10 @@ class Loop:
 
     def _transferred(self) -> KvTransferStats | None:
         """Return the counters of blocks sent and pulled, None in an engine that does neither."""
-        found = [each.stats for each in (self.sends, self.admission.pulls) if each is not None]
-        return KvTransferStats.sum(found) if found else None
+        sends, pulls = self.sends, self.admission.pulls
+        if sends is None and pulls is None:
+            return None
+        return KvTransferStats.sum([each.stats for each in (sends, pulls) if each is not None])
 
     def close(self) -> None:
         """End the threads of the loop."""

@@ -101,6 +101,7 @@ class _Rows:
     alternatives: np.ndarray
     digested: list[int] | None
     adapters: np.ndarray | None
+    bucket: Bucket | None = None  # None: each step asks the plan for its own
 
 
 @dataclass(slots=True)
@@ -148,9 +149,9 @@ class Packer:
         They come with their positions and the blocks of their sequence.
         """
         slots = self.slots
-        bucket = self.plan.fit(step_size_of(schedule, slots, self.plan))
-        layout, (turn, words) = self.buffers.layout(bucket), self.buffers.turn()
         rows = self._rows = self._rows_of(schedule)
+        bucket = rows.bucket or self._bucket_of(schedule, rows)
+        layout, (turn, words) = self.buffers.layout(bucket), self.buffers.turn()
         work = self._work = self._work_of(schedule, rows, bucket, layout)
         before, self._written[turn] = self._written[turn], None  # after an error the copy's content is unknown
         columns = self._columns_of(turn, words, layout)
@@ -209,6 +210,17 @@ class Packer:
             digested=digested or None,
             adapters=adapters if self.plan.options.enable_lora and (adapters >= 0).any() else None,
         )
+
+    def _bucket_of(self, schedule: Schedule, rows: _Rows) -> Bucket:
+        """Return the bucket of a step, and keep it for all steps of ``rows`` if it depends on nothing else.
+
+        The plan counts each step that takes a fallback.
+        """
+        size = step_size_of(schedule, self.slots, self.plan)
+        bucket = self.plan.fit(size)
+        if not self.plan.policy.pads_length and bucket is self.plan.dispatcher.find(size):
+            rows.bucket = bucket
+        return bucket
 
     def _states_of(
         self, schedule: Schedule, ends: np.ndarray, rows: np.ndarray, tokens: np.ndarray

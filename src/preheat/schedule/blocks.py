@@ -84,7 +84,7 @@ class BlockPool:
 
     @property
     def num_used(self) -> int:
-        return self.num_usable - self.num_free
+        return self.num_blocks - 1 - len(self._blank) - len(self._cached)
 
     def allocate(self, count: int) -> list[int]:
         """Return ``count`` blocks with one reference each.
