@@ -199,6 +199,29 @@ REJECTED = {
     "rope parameter mscale": {"rope_scaling": {"type": "linear", "factor": 2.0, "mscale": 1.0, "mscale_all_dim": 1.0}},
     "rope parameter llama_4_scaling_beta": {"rope_parameters": {"rope_type": "default", "llama_4_scaling_beta": 0.1}},
     "needs low_freq_factor": {"rope_scaling": {"rope_type": "llama3", "factor": 8.0}},
+    "factor of the rope parameters must be a positive number, got 0": {"rope_scaling": {"type": "linear", "factor": 0}},
+    "factor of the rope parameters must be a positive number, got -2.0": {
+        "rope_scaling": {"type": "yarn", "factor": -2.0}
+    },
+    "high_freq_factor of the rope parameters must be a positive": {
+        "rope_scaling": {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": -4.0}
+    },
+    "original_max_position_embeddings of the rope": {
+        "rope_scaling": {"type": "yarn", "factor": 2.0, "original_max_position_embeddings": -8}
+    },
+    "the rope's factor 1e+300 makes": {"rope_scaling": {"type": "linear", "factor": 1e300}},
+    "divides by the logarithm of rope_theta": {"rope_scaling": {"type": "yarn", "factor": 2.0, "rope_theta": 1.0}},
+    "divides by the logarithm of original_max_position_embeddings": {
+        "rope_parameters": {
+            "rope_type": "longrope",
+            "short_factor": [1.0],
+            "long_factor": [1.0],
+            "original_max_position_embeddings": 1,
+        }
+    },
+    "mscale of the rope parameters must be a number, got inf": {
+        "rope_scaling": {"type": "yarn", "factor": 2.0, "mscale": float("inf")}
+    },
     "partial_rotary_factor": {"partial_rotary_factor": 0.5},
     "quantized checkpoints (bitsandbytes)": {"quantization_config": {"quant_method": "bitsandbytes"}},
     "no vocab_size": {"vocab_size": None},

@@ -246,9 +246,9 @@ class Config:
         for name in _ROPE_NEEDS.get(kind, ()):
             if params.get(name) is None:
                 raise ModelError(f"rope type {kind!r} needs {name} in config.json")
-        for name in (_ROPE_NUMBERS | _YARN_NUMBERS) & params.keys():
-            if params[name] is not None and not (type(params[name]) in (int, float) and math.isfinite(params[name])):
-                raise ModelError(f"config.json: {name} of the rope parameters must be a number, got {params[name]!r}")
+        for name in sorted((_ROPE_NUMBERS | _YARN_NUMBERS) & params.keys()):
+            if params[name] is not None:
+                _check_rope(name, params[name])
         given = {name: params[name] for name in RopeSpec.__dataclass_fields__ if params.get(name) is not None}
         for name in ("short_factor", "long_factor"):
             _check_numbers(name, params.get(name))
@@ -262,6 +262,9 @@ class Config:
         given["original_length"] = params.get(name) or self.size(name if name in fields else "max_position_embeddings")
         if kind == "longrope" and "factor" not in given:
             given["factor"] = self.size("max_position_embeddings") / given["original_length"]
+        if (kind, given["original_length"]) == ("longrope", 1) or (kind, given["theta"]) == ("yarn", 1.0):
+            name = "rope_theta" if kind == "yarn" else name
+            raise ModelError(f"config.json: rope type {kind!r} divides by the logarithm of {name}, so it cannot be 1")
         return RopeSpec(**given | {"kind": kind})
 
     def max_positions(self, rope: RopeSpec) -> int:
@@ -271,7 +274,9 @@ class Config:
         """
         stated = self.size("max_position_embeddings")
         if rope.kind in ("linear", "yarn"):
-            return max(stated, int(rope.original_length * rope.factor))
+            if (grown := rope.original_length * rope.factor) > MAX_SIZE:
+                raise ModelError(f"config.json: the rope's factor {rope.factor} makes {grown:g} positions: lower it")
+            return max(stated, int(grown))
         return stated
 
     def windows(self, *, used: bool = True, first_layer: str | None = None, every: int = 0) -> tuple[int | None, ...]:
@@ -342,6 +347,13 @@ def _positive(name: str, value: object) -> float:
     if not isinstance(value, int | float) or not 0 < value < math.inf:
         raise ModelError(f"config.json: {name} must be a positive number, got {value!r}")
     return float(value)
+
+
+def _check_rope(name: str, value: object) -> None:
+    """Raise ModelError unless ``value`` is a number, and a positive one where wavelengths are divided by it."""
+    if type(value) not in (int, float) or not math.isfinite(value) or (name in _ROPE_NUMBERS and value <= 0):  # type: ignore[arg-type, operator]
+        kind = "positive number" if name in _ROPE_NUMBERS else "number"
+        raise ModelError(f"config.json: {name} of the rope parameters must be a {kind}, got {value!r}")
 
 
 def _check_numbers(name: str, values: object) -> None:
