@@ -65,6 +65,9 @@ LITERALS: dict[str, tuple[dict[str, Any], str]] = {
     "choice": ({"choice": [ASTRAL, "b"]}, ASTRAL),
     "regex": ({"regex": f"{ASTRAL}+"}, ASTRAL),
     "grammar": ({"grammar": f'root ::= "{ASTRAL}"'}, ASTRAL),
+    "escaped": ({"grammar": r'root ::= "\ud83c\udf36" "\U0010FFFF"'}, ASTRAL),
+    "class of escapes": ({"grammar": r'root ::= [\u00e9\ud83c\udf36] "\U0010ffff"'}, ASTRAL),
+    "escapes in Lark": ({"grammar": r'start: "\ud83c\udf36" /\udbff\udfff/'}, ASTRAL),
     "tag": (
         {"structural_tag": {"type": "structural_tag", "format": {"type": "const_string", "value": ASTRAL}}},
         ASTRAL,
@@ -80,6 +83,26 @@ def test_a_literal_may_have_characters_beyond_the_first_plane(backend, name):
     assert allows(backend, grammar, byte_level().encode(text, add_special_tokens=False).ids)
     other = text.replace("\U0001f336", "\U0001f337")
     assert not allows(backend, grammar, byte_level().encode(other, add_special_tokens=False).ids)
+
+
+@pytest.mark.parametrize(
+    ("grammar", "said"),
+    [
+        (r'root ::= "\ud83c"', "half a surrogate pair"),
+        (r'root ::= "\ud83c" "\udf36"', "half a surrogate pair"),
+        (r"start: /[\udf36]/", "half a surrogate pair"),
+        ('root ::= a\na ::= "b"\na ::= "c"', "defined m"),
+        ('start: "a"\nstart: "b"', "duplicate rule"),
+    ],
+)
+def test_a_grammar_with_half_a_character_or_two_meanings_is_refused(backend, grammar, said):
+    with pytest.raises(InvalidRequest, match=said):
+        backend.compile(StructuredOutputsParams(grammar=grammar))
+
+
+def test_an_escaped_backslash_begins_no_escape(backend):
+    grammar = backend.compile(StructuredOutputsParams(grammar=r'root ::= "\\ud83c"'))
+    assert allows(backend, grammar, byte_level().encode(r"\ud83c", add_special_tokens=False).ids)
 
 
 OBJECT = {"type": "object", "properties": {"a": {"type": "integer"}}}

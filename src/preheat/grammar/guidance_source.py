@@ -9,7 +9,7 @@ from preheat.grammar.derive import TooComplex, check_counts
 from preheat.grammar.guidance_tags import Lark
 from preheat.grammar.json_source import json_rules
 from preheat.grammar.lark import LarkWriter
-from preheat.grammar.notation import check_lark
+from preheat.grammar.notation import check_lark, check_once, readable
 from preheat.grammar.pattern import WHOLE, PatternError, parsed
 from preheat.grammar.source import Inexact, check_sizes, choices_of, refused
 from preheat.grammar.structural import PART, format_of
@@ -73,6 +73,9 @@ def _lark(text: str) -> str:
 
     if not text.strip():
         raise refused("grammar", "it is empty")
+    text = readable(text)
+    if "::=" in text:
+        check_once(text)
     try:
         return str(any_to_lark(text))
     except Exception as error:  # of many kinds

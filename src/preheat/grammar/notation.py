@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 
 from preheat.grammar.derive import TooComplex, is_empty
@@ -56,6 +57,38 @@ _EBNF = re.compile(
 )
 _LARK_RULE = re.compile(r"(?m)^[ \t]*[?!]*([A-Za-z_][\w-]*)(?:\.-?\d+)?[ \t]*(?:\[[^\]\n]*\])?[ \t]*:(?!:)")
 _EBNF_RULE = re.compile(r"(?m)^[ \t]*([A-Za-z_][\w.-]*)[ \t]*::=")
+_ESCAPE = re.compile(
+    r"\\u([dD][89abAB][0-9a-fA-F]{2})\\u([dD][c-fC-F][0-9a-fA-F]{2})|\\u([0-9a-fA-F]{4})|\\U([0-9a-fA-F]{8})|\\.",
+    re.DOTALL,
+)
+_LITERAL = 0xA0
+"""The first character that means itself anywhere in a grammar."""
+
+
+def readable(grammar: str) -> str:
+    """Return a client's grammar with characters in place of their escapes, from U+00A0 on.
+
+    xgrammar reads a pair of surrogates as two characters of no text, and llguidance loses zeros of an escape in EBNF.
+    Raises InvalidRequest for half a pair.
+    """
+
+    def character(found: re.Match[str]) -> str:
+        first, second, short, long = found.groups()
+        if first:
+            return chr(0x10000 + ((int(first, 16) & 0x3FF) << 10) + (int(second, 16) & 0x3FF))
+        code = int(short or long or "0", 16)
+        if 0xD800 <= code <= 0xDFFF:
+            raise refused("grammar", f"{found[0]} is half a surrogate pair, and that is not a character")
+        literal = _LITERAL <= code <= 0x10FFFF and not chr(code).isspace()
+        return chr(code) if literal else found[0]
+
+    return _ESCAPE.sub(character, grammar)
+
+
+def check_once(grammar: str) -> None:
+    """Raise InvalidRequest if an EBNF grammar has a rule twice: the last one would replace the others."""
+    if twice := next((name for name, count in Counter(_EBNF_RULE.findall(grammar)).items() if count > 1), None):
+        raise refused("grammar", f"rule {twice} is defined more than once: write its texts as one rule, with |")
 
 
 def check_lark(grammar: str) -> None:

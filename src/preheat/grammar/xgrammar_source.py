@@ -12,7 +12,7 @@ from preheat.grammar.ebnf import EbnfWriter
 from preheat.grammar.json_rules import ROOT
 from preheat.grammar.json_source import json_rules
 from preheat.grammar.nodes import Rules, Token
-from preheat.grammar.notation import check_ebnf
+from preheat.grammar.notation import check_ebnf, readable
 from preheat.grammar.pattern import WHOLE, PatternError, parsed
 from preheat.grammar.source import Inexact, check_sizes, choices_of, refused
 from preheat.grammar.structural import PART, Format, format_of, with_grammars
@@ -66,7 +66,7 @@ def _grammar(text: str) -> Any:
     if not text.strip():
         raise refused("grammar", "it is empty")
     make = xgrammar.Grammar.from_ebnf if "::=" in text else xgrammar.Grammar.from_lark
-    grammar = make(text)
+    grammar = make(readable(text))
     check_ebnf(str(grammar))
     return grammar
 
