@@ -82,6 +82,11 @@ def save_text(folder: Path) -> Callable[[Tensor], Tensor]:
 
 def save_qwen_vl(folder: Path, layers: int = 3, family: str = "Qwen3VL") -> Reference:
     """Write a checkpoint with tokenizer, chat template and image processor, and return the reference."""
+    return reference(*save_model_and_tokenizer(folder, layers, family))
+
+
+def save_model_and_tokenizer(folder: Path, layers: int = 3, family: str = "Qwen3VL") -> tuple[Any, Any, Any]:
+    """Write the checkpoint of :func:`save_qwen_vl`; return the model, its tokenizer and its image processor."""
     from transformers import PreTrainedTokenizerFast
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
@@ -98,7 +103,7 @@ def save_qwen_vl(folder: Path, layers: int = 3, family: str = "Qwen3VL") -> Refe
         image_mean=[0.5] * 3, image_std=[0.5] * 3,
     )  # fmt: skip
     images.save_pretrained(folder)
-    return reference(model, tokenizer, images)
+    return model, tokenizer, images
 
 
 def reference(model: Any, tokenizer: Any, images: Any) -> Reference:

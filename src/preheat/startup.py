@@ -173,6 +173,7 @@ def _images(settings: Settings, folder: Path) -> Images | None:
     from preheat.frontend.image_config import PixelConfig
     from preheat.frontend.images import Images, check_positions
     from preheat.frontend.media import MediaReader
+    from preheat.frontend.video import FRAMES, VideoConfig
 
     vision = spec.vision
     pixels = PixelConfig.read(folder, any_size=vision.any_size)
@@ -180,6 +181,7 @@ def _images(settings: Settings, folder: Path) -> Images | None:
         logger.warning("%s holds no preprocessor_config.json: requests with images are refused", folder)
         return None
     config_of: PixelConfig | GridConfig = pixels
+    video: VideoConfig | None = None
     if isinstance(vision, VisionSpec):
         check_positions(folder, vision.num_patches, vision.tokens)
         size, least = vision.image_size, vision.tokens
@@ -187,6 +189,8 @@ def _images(settings: Settings, folder: Path) -> Images | None:
         patch, merge, bounds = vision.patches.size, vision.merge, (vision.min_pixels, vision.max_pixels)
         config_of = GridConfig(pixels=pixels, patch=patch, merge=merge, least=bounds[0], most=bounds[1])
         size, least = 0, 1
+        if vision.patches.frames == FRAMES:
+            video = VideoConfig.read(folder, unit=patch * merge, frame=bounds[1])
     reader = MediaReader(
         domains=settings.allowed_media_domains,
         folder=settings.allowed_local_media_path,
@@ -201,6 +205,7 @@ def _images(settings: Settings, folder: Path) -> Images | None:
         token_id=vision.image_token,
         limit=(settings.limit_mm_per_prompt or {}).get("image"),
         max_pixels=settings.max_image_pixels,
+        video=video,
     )
 
 

@@ -118,6 +118,8 @@ REFUSED = {
     "a token of its own": ([{"type": "text", "text": "<image>"}], "1 image tokens .* 0 images"),
     "no URL": ([{"type": "image_url"}], "needs image_url.url"),
     "detail": ([{"type": "image_url", "image_url": {"url": "x", "detail": "high"}}], "detail"),
+    "a video": ([{"type": "video", "video": [data_url(A), data_url(A)]}, TEXT], "The model sees no videos"),
+    "a video file": ([{"type": "video_url", "video_url": {"url": "data:video/mp4;base64,AAAA"}}], "send its frames"),
     "sound": ([{"type": "input_audio", "input_audio": {"data": ""}}], "input_audio"),
 }
 

@@ -24,9 +24,9 @@ class Image(msgspec.Struct, array_like=True, weakref=True, frozen=True):
     """An image as the model's input, or a piece of a prompt's embeddings.
 
     ``pixels`` of an image are fp32 [channels, height, width]. An image of any size has a ``grid`` of rows and columns
-    of cells, a position of a prompt each: its pixels are fp32 [patches, channels * size * size], cell by cell. A piece
-    is [positions, hidden], at most :data:`PIECE` positions, of torch's type ``dtype``. An equal ``hash`` means equal
-    pixels, and an equal grid.
+    of cells, a position of a prompt each: its pixels are fp32 [patches, channels * size * size], cell by cell. Two
+    frames of a video follow one another. A piece is [positions, hidden], at most :data:`PIECE` positions, of torch's
+    type ``dtype``. An equal ``hash`` means equal pixels, and an equal grid.
     """
 
     hash: bytes

@@ -44,7 +44,7 @@ class GridEncoder:
         self.embeddings = torch.zeros(rows, hidden_size, dtype=dtype, device=device)
         self.deep = DeepEmbeddings(len(spec.deep), self.embeddings) if spec.deep else None
         self._input = GridInput(
-            pixels=torch.zeros(patches, tower.patch, dtype=tower.dtype, device=device),
+            pixels=torch.zeros(max(spec.patches.frames, 1), patches, tower.patch, dtype=tower.dtype, device=device),
             places=torch.zeros(4, patches, dtype=torch.int64, device=device),
             shares=torch.zeros(4, patches, device=device),
             at=torch.zeros(2, patches, dtype=torch.int64, device=device),
@@ -81,11 +81,17 @@ class GridEncoder:
         assert image.grid is not None, "an image of any size has a grid"
         host, at = own
         count = image.cells * self.tower.spec.cell_patches
-        numbers = (torch.from_numpy(np.frombuffer(image.pixels, np.float32).copy()), *self._grid(image.grid))
-        for device, copy, each in zip(self._input[:-1], host[:-1], numbers, strict=True):
-            part = copy[:count] if copy is host.pixels else copy[:, :count]
+        frames = torch.from_numpy(np.frombuffer(image.pixels, np.float32).copy()).view(-1, count, self.tower.patch)
+        for number, device in enumerate(self._input.pixels):
+            if number < len(frames):
+                host.pixels[number, :count].copy_(frames[number])
+                device[:count].copy_(host.pixels[number, :count], non_blocking=True)
+            else:  # an image stands still
+                device[:count].copy_(self._input.pixels[0, :count], non_blocking=True)
+        for device, copy, each in zip(self._input[1:-1], host[1:-1], self._grid(image.grid), strict=True):
+            part = copy[:, :count]
             part.copy_(each.view(part.shape))
-            (device[:count] if copy is host.pixels else device[:, :count]).copy_(part, non_blocking=True)
+            device[:, :count].copy_(part, non_blocking=True)
         host.number[0], at[0] = count, place * self._room
         self._input.number.copy_(host.number, non_blocking=True)
         self._place.copy_(at, non_blocking=True)
@@ -94,7 +100,7 @@ class GridEncoder:
         cells = program.size
         patches = cells * self.tower.spec.cell_patches
         pixels, places, shares, at, number = self._input
-        image = GridInput(pixels[:patches], places[:, :patches], shares[:, :patches], at[:, :patches], number)
+        image = GridInput(pixels[:, :patches], places[:, :patches], shares[:, :patches], at[:, :patches], number)
         first, *deep = self.tower(image)
         rows = self._cells[:cells] + self._place
         self.embeddings.index_copy_(0, rows, first)

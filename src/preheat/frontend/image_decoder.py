@@ -17,6 +17,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from collections.abc import Callable
 from dataclasses import asdict
 from hashlib import blake2b
 
@@ -28,6 +29,7 @@ from preheat.core import Image
 from preheat.errors import InvalidRequest
 from preheat.frontend.grid_config import GridConfig
 from preheat.frontend.image_config import PixelConfig
+from preheat.frontend.video import FRAMES, Frames, VideoConfig
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP")
 """The formats that are decoded. Pillow knows more, and starts programs for some of them."""
@@ -36,6 +38,9 @@ MAX_SCANS = 64
 """Most scans of a JPEG. Encoders write about ten; one for each bit of each color would be 42."""
 
 HASH_BYTES = 16
+
+Size = Callable[[int, int], tuple[int, int]]
+"""Returns width and height after resizing."""
 
 _MARKER = re.compile(rb"\xff+([^\x00\xff\xd0-\xd7])", re.DOTALL)  # RST and stuffed bytes are within a scan
 _JPEG = b"\xff\xd8"
@@ -52,10 +57,13 @@ class TooManyPixels(Exception):
 
 
 class Decoder:
-    """Decoder of files by ``config``, of at most ``max_pixels`` before and after resizing."""
+    """Decoder of files by ``config``, of at most ``max_pixels`` before and after resizing.
 
-    def __init__(self, config: PixelConfig | GridConfig, max_pixels: int) -> None:
-        self.config, self.max_pixels = config, max_pixels
+    Frames of a video have the sizes that ``video`` says; None for a model that sees no videos.
+    """
+
+    def __init__(self, config: PixelConfig | GridConfig, max_pixels: int, video: VideoConfig | None = None) -> None:
+        self.config, self.max_pixels, self.video = config, max_pixels, video
         self._table, self._name = config.table(), json.dumps(asdict(config)).encode()
 
     def decode(self, data: bytes | PIL.Image.Image, most: int | None = None) -> Image:
@@ -64,11 +72,40 @@ class Decoder:
         Raises InvalidRequest, with the reason, if it cannot be decoded. Raises TooManyPixels if a file has more than
         ``most`` pixels.
         """
+        return self._decoded(data, most, self.config.size_of)
+
+    def decode_frames(self, frames: Frames, most: int | None = None) -> Image:
+        """Return two frames of a video, each a file or an image, as one image. Raises as :meth:`decode` does."""
+        video = self.video
+        if video is None:
+            raise InvalidRequest("The model sees no videos: send images, or text alone", param="messages")
+
+        def size(width: int, height: int) -> tuple[int, int]:
+            return video.size_of(width, height, frames.total)
+
+        half = self.max_pixels // FRAMES if most is None else most // FRAMES
+        try:
+            first, second = (self._decoded(each, half, size) for each in (frames.first, frames.second))
+        except TooManyPixels as error:
+            if FRAMES * error.pixels <= self.max_pixels:
+                raise TooManyPixels(FRAMES * error.pixels) from error
+            raise InvalidRequest(
+                f"Two frames of {error.pixels:,} pixels are larger than the {self.max_pixels:,} pixels that "
+                "--max-image-pixels allows",
+                param="messages",
+            ) from error
+        if first.grid != second.grid:
+            raise InvalidRequest("The frames of a video differ in size: send frames of one size", param="messages")
+        digest = blake2b(first.hash + second.hash, digest_size=HASH_BYTES).digest()
+        return Image(digest, first.pixels + second.pixels, grid=first.grid)
+
+    def _decoded(self, data: bytes | PIL.Image.Image, most: int | None, size: Size) -> Image:
+        """Return a file or an image in the model's form; ``size`` returns its sides after resizing."""
         if not isinstance(data, bytes | PIL.Image.Image):
             raise InvalidRequest(f"An image must be a PIL.Image, not {type(data).__name__}", param="prompt")
         try:
-            image = self._opened(data, most) if isinstance(data, bytes) else self._checked(data)
-            pixels = self._pixels(image)
+            image = self._opened(data, most, size) if isinstance(data, bytes) else self._checked(data, size)
+            pixels = self._pixels(image, size)
         except (InvalidRequest, TooManyPixels, MemoryError):
             raise
         except Exception as error:  # decoders raise anything
@@ -79,9 +116,9 @@ class Decoder:
         digest.update(pixels.tobytes())
         return Image(digest.digest(), values.tobytes(), grid=grid)
 
-    def _opened(self, data: bytes, most: int | None) -> PIL.Image.Image:
+    def _opened(self, data: bytes, most: int | None, size: Size) -> PIL.Image.Image:
         image: PIL.Image.Image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)  # reads the header alone
-        pixels = self._cost(self._checked(image))
+        pixels = self._cost(self._checked(image, size), size)
         if data.startswith(_JPEG) and scans_of(data) > MAX_SCANS:
             raise InvalidRequest(
                 f"The image has more than {MAX_SCANS} scans, and each takes as long to decode as a whole image: save "
@@ -94,17 +131,17 @@ class Decoder:
         turned = PIL.ImageOps.exif_transpose(image)
         return image if turned is None else turned
 
-    def _cost(self, image: PIL.Image.Image) -> int:
+    def _cost(self, image: PIL.Image.Image, size: Size) -> int:
         """Return the pixels of ``image``, as it is or resized, whichever is larger."""
-        width, height = self.config.size_of(*image.size)
+        width, height = size(*image.size)
         return max(image.width * image.height, width * height)
 
-    def _checked(self, image: PIL.Image.Image) -> PIL.Image.Image:
+    def _checked(self, image: PIL.Image.Image, size: Size) -> PIL.Image.Image:
         """Return ``image``. Raises InvalidRequest if it is empty, or too large as it is or resized."""
         if not image.width or not image.height:
             raise InvalidRequest("The image is empty", param="messages")
-        if self._cost(image) > self.max_pixels:
-            width, height = self.config.size_of(*image.size)
+        if self._cost(image, size) > self.max_pixels:
+            width, height = size(*image.size)
             raise InvalidRequest(
                 f"The image of {image.width} x {image.height} pixels, resized to {width} x {height}, is larger than "
                 f"the {self.max_pixels:,} pixels that --max-image-pixels allows",
@@ -112,10 +149,10 @@ class Decoder:
             )
         return image
 
-    def _pixels(self, image: PIL.Image.Image) -> np.ndarray:
+    def _pixels(self, image: PIL.Image.Image, size: Size) -> np.ndarray:
         """Return the pixels, uint8 [height, width, 3], resized and cropped."""
         image = _rgb(image)
-        resized = self.config.size_of(*image.size)
+        resized = size(*image.size)
         if resized != image.size or self.config.resizes:
             image = image.resize(resized, PIL.Image.Resampling(self.config.resample))
         if self.config.crop is None:

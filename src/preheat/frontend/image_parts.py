@@ -1,4 +1,4 @@
-"""The images in a conversation's messages. No torch here, nor Pillow: models without images use this module too."""
+"""The images and videos in a conversation's messages. No torch here, nor Pillow: all models use this module."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from preheat.errors import InvalidRequest
+from preheat.frontend.video import frames_of
 
 IMAGE = {"type": "image"}
 """The part that a chat template sees in place of an image."""
@@ -14,8 +15,9 @@ IMAGE = {"type": "image"}
 def take_images(messages: Sequence[Mapping[str, Any]]) -> tuple[list[Mapping[str, Any]], list[Any]]:
     """Return the messages with `IMAGE` in place of images, and the images.
 
-    The images are in order. An image is a URL, or the image itself if its part is an ``image_pil`` part. Raises
-    InvalidRequest if a part has no image.
+    The images are in order. An image is a URL, or the image itself if its part is an ``image_pil`` part. A video is the
+    time of each two frames as a text, and the two frames in place of an image (:mod:`preheat.frontend.video`). Raises
+    InvalidRequest if a part has no image or no frames.
     """
     sources: list[Any] = []
     return [_without(message, sources) for message in messages], sources
@@ -28,6 +30,11 @@ def _without(message: Mapping[str, Any], sources: list[Any]) -> Mapping[str, Any
     parts = []
     for part in content:
         kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind in ("video_url", "video"):
+            times, frames = frames_of(part)
+            sources += frames
+            parts += [each for time in times for each in ({"type": "text", "text": time}, IMAGE)]
+            continue
         if kind in ("image_url", "image_pil"):
             sources.append(_source(part, kind))
             part = IMAGE  # noqa: PLW2901

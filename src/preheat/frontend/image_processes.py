@@ -9,6 +9,7 @@ import msgspec
 from preheat.core import Image
 from preheat.errors import InvalidRequest, WireError
 from preheat.frontend.image_decoder import Decoder, TooManyPixels, samples
+from preheat.frontend.video import Frames
 from preheat.utils.helper import Helper, HelperEnded, Helpers, Kind, Work
 
 SMALL_SHARE = 4
@@ -33,6 +34,8 @@ class _Answer(msgspec.Struct, array_like=True):
 
 
 _decoded = msgspec.msgpack.Decoder(_Answer).decode
+_frames = msgspec.msgpack.Decoder(tuple[bytes, bytes, int]).decode
+_FRAMES = b"two frames of a video"
 
 
 class ImageProcesses:
@@ -51,15 +54,15 @@ class ImageProcesses:
 
 
 def _helpers(decoder: Decoder, most: int, seconds: float) -> Helpers:
-    config = pickle.dumps((decoder.config, decoder.max_pixels, most))
+    config = pickle.dumps((decoder.config, decoder.max_pixels, most, decoder.video))
     memory = most * _BYTES_PER_PIXEL + _MORE_BYTES
     return Helpers(Kind("preheat.frontend.image_processes:make_work", config, seconds, memory), AT_ONCE)
 
 
-def decode(helper: Helper, data: bytes) -> Image:
+def decode(helper: Helper, data: bytes | Frames) -> Image:
     """Return the image in ``data``. Raises InvalidRequest, with the reason, or TooManyPixels."""
     try:
-        answer = _decoded(helper.run(data))
+        answer = _decoded(helper.run(_FRAMES + msgspec.msgpack.encode(data) if isinstance(data, Frames) else data))
     except HelperEnded as ended:
         said = {"time": "more CPU time", "memory": "more memory"}.get(ended.reason)
         reason = f"it takes {said} than an image of its size needs" if said else "its decoder failed"
@@ -76,12 +79,16 @@ def decode(helper: Helper, data: bytes) -> Image:
 
 def make_work(config: bytes) -> Work:
     """Return the function that decodes a file, for a config of :func:`_helpers`."""
-    pixel_config, max_pixels, most = pickle.loads(config)
-    decoder = Decoder(pixel_config, max_pixels)
+    pixel_config, max_pixels, most, video = pickle.loads(config)
+    decoder = Decoder(pixel_config, max_pixels, video)
 
     def work(data: bytes) -> bytes:
         try:
-            answer = _Answer(image=decoder.decode(data, most))
+            if data.startswith(_FRAMES):  # no file of an image begins so
+                frames = Frames(*_frames(data[len(_FRAMES) :]))
+                answer = _Answer(image=decoder.decode_frames(frames, most))
+            else:
+                answer = _Answer(image=decoder.decode(data, most))
         except TooManyPixels as error:
             answer = _Answer(pixels=error.pixels)
         except InvalidRequest as error:

@@ -15,12 +15,16 @@ from preheat.frontend.image_config import CLIP_MEAN, CLIP_STD, PixelConfig
 from preheat.frontend.image_decoder import Decoder, samples
 from preheat.frontend.image_processes import ImageProcesses
 from preheat.frontend.media import MediaReader
+from preheat.frontend.video import Frames, VideoConfig
 from preheat.utils.files import read_json
 
 __all__ = ["CLIP_MEAN", "CLIP_STD", "Images", "PixelConfig", "Source", "check_positions"]
 
-Source = str | PIL.Image.Image
-"""A URL, or the image itself."""
+Source = str | PIL.Image.Image | Frames
+"""A URL, or the image itself, or two frames of a video."""
+
+Read = bytes | PIL.Image.Image | Frames
+"""A file, an image, or two of them."""
 
 
 class Images:
@@ -28,7 +32,8 @@ class Images:
 
     Each image takes ``tokens`` positions of ``token_id`` in a prompt; an image of any size takes at least as many.
     ``size``: the side of the image that the model needs, 0 for any size. ``limit``: the most images in a prompt, None
-    for as many as fit. ``max_pixels``: the most pixels of an image. Raises ModelError if ``config`` makes images of
+    for as many as fit. ``max_pixels``: the most pixels of an image. ``video``: the sizes of videos, if the model sees
+    them. Raises ModelError if ``config`` makes images of
     another size, SettingsError if ``max_pixels`` is less than the smallest image.
     """
 
@@ -42,6 +47,7 @@ class Images:
         token_id: int,
         limit: int | None = None,
         max_pixels: int,
+        video: VideoConfig | None = None,
     ) -> None:
         least = config.least if isinstance(config, GridConfig) else size**2
         if isinstance(config, PixelConfig) and (found := config.crop or (config.height, config.width)) != (size, size):
@@ -53,7 +59,7 @@ class Images:
                 param="max_image_pixels",
             )
         self.tokens, self.token_id, self.limit = tokens, token_id, limit
-        self.decoder, self.reader = Decoder(config, max_pixels), reader
+        self.decoder, self.reader = Decoder(config, max_pixels, video), reader
         self._warm_up()
 
     @cached_property
@@ -61,13 +67,15 @@ class Images:
         """The processes that decode images from clients."""
         return ImageProcesses(self.decoder)
 
-    def read(self, source: Source) -> bytes | PIL.Image.Image:
+    def read(self, source: Source) -> Read:
         """Return the file behind a URL, or the image itself. May wait for the network."""
+        if isinstance(source, Frames):
+            return source._replace(first=self.read(source.first), second=self.read(source.second))
         return self.reader.read(source) if isinstance(source, str) else source
 
-    def decode(self, data: bytes | PIL.Image.Image) -> Image:
-        """Return a file, or an image, in the model's form. Raises InvalidRequest, with the reason."""
-        return self.decoder.decode(data)
+    def decode(self, data: Read) -> Image:
+        """Return a file, an image or two frames in the model's form. Raises InvalidRequest, with the reason."""
+        return self.decoder.decode_frames(data) if isinstance(data, Frames) else self.decoder.decode(data)
 
     def load(self, sources: Sequence[Source]) -> list[Image]:
         """Read and decode ``sources``, in order."""

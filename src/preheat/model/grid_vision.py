@@ -70,7 +70,8 @@ class GridVisionWeights:
 class GridInput(NamedTuple):
     """An image, padded to a rung of ``n`` patches, on the tower's device.
 
-    ``pixels`` fp32 [n, channels * size * size] are in the order of cells. ``places`` int64 [4, n] and ``shares`` fp32
+    ``pixels`` fp32 [frames, n, channels * size * size] are in the order of cells; all frames of an image are equal, and
+    frames of a video differ. ``places`` int64 [4, n] and ``shares`` fp32
     [4, n] are the rows of the table of positions for each patch, and their weights. ``at`` int64 [2, n] are rows and
     columns. ``number`` int64 [1] is the number of patches without padding.
     """
@@ -113,8 +114,8 @@ class GridTower:
     def _embedded(self, image: GridInput) -> Tensor:
         """Return the tower's input [patches, hidden]."""
         spec, weights = self.spec.patches, self.weights
-        pixels = image.pixels.to(weights.positions.dtype).view(-1, spec.channels, 1, spec.size**2)
-        frames = pixels.expand(-1, -1, max(spec.frames, 1), -1).reshape(-1, spec.inputs)
+        pixels = image.pixels.to(weights.positions.dtype).view(len(image.pixels), -1, spec.channels, spec.size**2)
+        frames = pixels.permute(1, 2, 0, 3).reshape(-1, spec.inputs)
         table, total = weights.positions, None
         for places, shares in zip(image.places, image.shares, strict=True):
             part = table.index_select(0, places).float() * shares[:, None]

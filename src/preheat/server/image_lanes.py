@@ -18,6 +18,7 @@ from preheat.core import Image
 from preheat.frontend.image_decoder import TooManyPixels
 from preheat.frontend.image_processes import AT_ONCE, decode
 from preheat.frontend.images import Images
+from preheat.frontend.video import Frames
 from preheat.server.fair_share import FairShare, client_of
 from preheat.utils.helper import Helper, Helpers
 
@@ -42,9 +43,17 @@ class ImageLanes:
         self._readers = ThreadPoolExecutor(READ_AT_ONCE, "images")  # threads start on first use
         self._decoders = ThreadPoolExecutor(_THREADS, "pixels")
 
-    async def load(self, request: Request, urls: Sequence[str]) -> list[Image]:
+    async def load(self, request: Request, urls: Sequence[str | Frames]) -> list[Image]:
         """Return the images behind ``urls``, one after the other. Raises InvalidRequest and ClientDisconnect."""
-        return [await self._decoded(request, await self._read(request, url)) for url in urls]
+        return [await self._decoded(request, await self._read_all(request, url)) for url in urls]
+
+    async def _read_all(self, request: Request, url: str | Frames) -> bytes | Frames:
+        """Return the file behind ``url``, or the files of two frames."""
+        if isinstance(url, str):
+            return await self._read(request, url)
+        first = await self._read(request, url.first)
+        same = url.second == url.first
+        return url._replace(first=first, second=first if same else await self._read(request, url.second))
 
     async def _read(self, request: Request, url: str) -> bytes:
         """Return the file behind ``url``. A data URL does not wait for the slots of fetches."""
@@ -55,7 +64,7 @@ class ImageLanes:
         async with self._reading.of(client_of(request), 1):
             return await loop.run_in_executor(self._readers, read)
 
-    async def _decoded(self, request: Request, data: bytes) -> Image:
+    async def _decoded(self, request: Request, data: bytes | Frames) -> Image:
         client = client_of(request)
         try:
             async with self._small.of(client, 1):
@@ -65,7 +74,7 @@ class ImageLanes:
             async with self._large.of(client, part):
                 return await self._in(self._processes.large, request, data)
 
-    async def _in(self, helpers: Helpers, request: Request, data: bytes) -> Image:
+    async def _in(self, helpers: Helpers, request: Request, data: bytes | Frames) -> Image:
         """Decode the image in ``data``, unless the client leaves.
 
         One of ``helpers`` does it.

@@ -251,11 +251,23 @@ class ImageUrl(Struct, forbid_unknown_fields=True):
     detail: Annotated[Any, only("auto")] = None
 
 
-@rejected("input_audio file video_url")
+class VideoUrl(Struct, forbid_unknown_fields=True):
+    """Frames of a video. ``url`` is data:video/jpeg;base64,FRAME,FRAME,…, and a second has ``fps`` frames."""
+
+    url: str
+    fps: float | None = None
+
+
+@rejected("input_audio file")
 class ContentPart(Struct, forbid_unknown_fields=True):
+    """A part of a message. ``video`` are the URLs of a video's frames, and a second has ``fps`` of them."""
+
     type: str
     text: str | None = None
     image_url: ImageUrl | None = None
+    video_url: VideoUrl | None = None
+    video: list[str] | None = None
+    fps: float | None = None
 
 
 class FunctionCall(Struct, forbid_unknown_fields=True):

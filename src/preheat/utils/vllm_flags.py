@@ -139,7 +139,7 @@ REFUSED: Mapping[str, str] = {
         --enable-mm-processor-stats --disable-chunked-mm-input --enable-multimodal-encoder-data-parallel""",
     "processed images are not kept in the HTTP process: write 0, or leave it out": """--mm-processor-cache-gb=0
         --mm-processor-cache-type=lru --mm-shm-cache-max-object-size-mb=""",
-    "videos are not supported": "--video-pruning-rate= --video-pruning-method=",
+    "a video has the frames that its client sends": "--video-pruning-rate= --video-pruning-method=",
     "adapters serve every module that PEFT names in them, of the language model": """--enable-tower-connector-lora
         --lora-target-modules= --default-mm-loras={} --enable-moe-shared-loras --enable-mixed-moe-lora-format
         --specialize-active-lora --long-lora-scaling-factors=""",
