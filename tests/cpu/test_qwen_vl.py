@@ -177,7 +177,7 @@ def test_refused(llm, name):
 def test_an_image_in_a_process_of_its_own(llm):
     """A server decodes in other processes, with the same pixels and hash."""
     images = llm.frontend.images
-    decoded = make_work(pickle.dumps((images.decoder.config, images.decoder.max_pixels, 1 << 20)))
+    decoded = make_work(pickle.dumps((images.decoder.config, images.decoder.max_pixels, 1 << 20, None)))
     found = msgspec.msgpack.decode(
         decoded(base64.b64decode(data_url(A).partition(",")[2])), type=image_processes._Answer
     )
@@ -213,7 +213,9 @@ def begun_again(patch) -> None:
         right(self, places, schedule, rows)
         first = int(rows.ends[-1] - schedule.extend[-1])
         if schedule.first[-1] and schedule.num_decode < schedule.rows:
-            places[:, first:] -= places[0, first] - int(schedule.first[-1])
+            shift = places[0][first] - int(schedule.first[-1])
+            for axis in places:
+                axis[first:] -= shift
 
     patch.setattr(Packer, "_write_places", write)
 
