@@ -23,7 +23,7 @@ from preheat.errors import PreheatError
 from preheat.model.families import read_spec
 from preheat.settings import Settings
 from preheat.startup import boot_engine
-from preheat.verify.fuzz import ENCODED, Fuzz, possible
+from preheat.verify.fuzz import ENCODED, Fuzz, for_whole_texts, possible, random_limits
 from preheat.verify.random_engines import random_features
 from preheat.verify.random_models import (
     ENCODERS,
@@ -114,6 +114,15 @@ def test_random_encoders_are_encoders(tmp_path):
     kinds = {each.both.get("pooler_config", {}).get("pooling_type") for each in features}
     assert kinds == {None, "CLS", "LAST", "MEAN", "MAX", "WEIGHTEDMEAN"}
     assert any(random.Random(f"embeds {FIRST_SEED + number}").random() < ENCODED for number in range(ROUNDS))
+
+
+def test_the_longest_text_of_an_encoder_has_blocks():
+    """A block is never used, and the token behind a text of all blocks needs another one."""
+    for seed in range(99):
+        load = for_whole_texts(random_limits(random.Random(seed), 320))
+        assert (load["num_gpu_blocks_override"] - 1) * load["block_size"] > 320 <= load["max_num_batched_tokens"]
+    few = [random_limits(random.Random(seed), 320) for seed in range(99)]
+    assert any((load["num_gpu_blocks_override"] - 1) * load["block_size"] <= 320 for load in few)
 
 
 HEADS, NO_HEAD = ("Model", "ForSequenceClassification"), ("NomicBert", "ForSequenceClassification")

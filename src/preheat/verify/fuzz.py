@@ -24,6 +24,7 @@ from preheat.backends.registry import pick_backend
 from preheat.errors import PreheatError
 from preheat.model.loader import obstacle
 from preheat.settings import Settings
+from preheat.utils.encoders import SPARE
 from preheat.utils.speculation import WITHOUT
 from preheat.verify.compare import PathResult, compare
 from preheat.verify.drive import Boot, Engine, at_once, in_groups, trickling
@@ -94,9 +95,7 @@ class Fuzz:
             del alone
             load = random_limits(draw, longest + OUTPUTS) | (features.loaded if features else {})
             load["enable_prefix_caching"] |= bool(load.get("kv_offloading_size"))
-            if whole:
-                load["max_num_batched_tokens"] = max(load["max_num_batched_tokens"], load["max_model_len"])
-            load = possible(load, facts)
+            load = possible(for_whole_texts(load) if whole else load, facts)
             engine = Engine(self.boot, replace(settings, **load))
             names_of(engine)
             runs = [engine.run(prompts, draw.choice((at_once, trickling(draw)))) for _ in range(2)]
@@ -135,6 +134,14 @@ def _sizes(config: dict[str, Any]) -> list[str]:
         return [f"{heads} heads of {width // heads}", f"window {config.get('local_attention')}"]
     heads = f"{config['num_attention_heads']}/{config['num_key_value_heads']} heads of {config['head_dim']}"
     return [heads, f"window {config.get('sliding_window')}"]
+
+
+def for_whole_texts(load: dict[str, Any]) -> dict[str, Any]:
+    """Return limits with room for the longest text of an encoder in a step, and in the blocks."""
+    length, size = load["max_model_len"], load["block_size"]
+    tokens = max(load["max_num_batched_tokens"], length)
+    blocks = max(load["num_gpu_blocks_override"], -(-(length + SPARE) // size) + 1)
+    return load | {"max_num_batched_tokens": tokens, "num_gpu_blocks_override": blocks}
 
 
 def possible(load: dict[str, Any], facts: Facts) -> dict[str, Any]:
