@@ -149,7 +149,7 @@ FAULTS = (
     ),
     Fault(
         "a layer that overflows",
-        (Edit("model/decoder.py", "joined(layer.mlp, x, norm", "joined(layer.mlp, x * 1e38 * 1e38, norm"),),
+        (Edit("model/layers.py", "joined(self.mlp, x, norm", "joined(self.mlp, x * 1e38 * 1e38, norm"),),
         "tests/cpu/test_boot_special_contexts.py::test_all_is_well",
     ),
     Fault(
