@@ -231,7 +231,8 @@ async def get_world_size(request: Request) -> Response:
     The query's include_dp changes nothing, as an operator's engine has no replicas.
     """
     switched(request, "include_dp")
-    return _json(answers.WorldSize(_service(request).settings.tensor_parallel_size))
+    settings = _service(request).settings
+    return _json(answers.WorldSize(settings.tensor_parallel_size * settings.pipeline_parallel_size))
 
 
 async def weight_info(request: Request) -> Response:
