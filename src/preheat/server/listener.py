@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
 import stat
 from pathlib import Path
@@ -56,8 +57,18 @@ def _listen_at(path: str) -> socket.socket:
         unix.listen(BACKLOG)
     except OSError as error:
         unix.close()
-        raise SettingsError(f"Cannot listen on {shown(path)}: {error.strerror or error}", param="uds") from error
+        said = (
+            "it is a file or a folder and no socket: name another path" if _is_taken(path) else error.strerror or error
+        )
+        raise SettingsError(f"Cannot listen on {shown(path)}: {said}", param="uds") from error
     return unix
+
+
+def _is_taken(path: str) -> bool:
+    """Return whether another thing than a socket is at ``path``."""
+    with contextlib.suppress(OSError):
+        return not stat.S_ISSOCK(os.lstat(path).st_mode)
+    return False
 
 
 def _is_abandoned(path: str) -> bool:
