@@ -207,15 +207,26 @@ def test_a_zero_point_that_no_symmetric_file_has_is_named(tmp_path: Path) -> Non
     assert not torch.equal(logits_of(open_decoder(tmp_path / "quantized"), random_tokens(40)), before)
 
 
-@pytest.mark.parametrize("name", ["fp8", "gptq"])
-def test_rows_that_are_loaded_in_another_order(name: str, tmp_path: Path) -> None:
-    """Fused parts of Phi-4-mini are loaded in another order of rows.
+ORDERED = {
+    "phi4 mini": {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"},
+    "qwen3.5": {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "k_proj", "v_proj",
+                "o_proj", "gate_proj", "up_proj", "down_proj"},
+}  # fmt: skip
+"""Models with rows in another order, and their modules."""
 
-    The model rotates a part of each head.
+
+@pytest.mark.parametrize("model", ORDERED)
+@pytest.mark.parametrize("name", ["fp8", "gptq"])
+def test_rows_that_are_loaded_in_another_order(name: str, model: str, tmp_path: Path) -> None:
+    """Fused parts are loaded in another order of rows.
+
+    The models rotate a part of each head; Qwen3.5 has gates beside the queries, and layers with states.
     """
     kind, tokens = KINDS[name], random_tokens(40)
-    modules = made(tmp_path, kind, MODELS["phi4 mini"])
-    assert {module.rpartition(".")[2] for module in modules} == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+    family, sizes = MODELS[model]
+    wider = {"linear_num_value_heads": 8} if model == "qwen3.5" else {}  # a word has eight numbers
+    modules = made(tmp_path, kind, (family, sizes | wider))
+    assert {module.rpartition(".")[2] for module in modules} == ORDERED[model]
     right = quantized.reference_logits(tmp_path / "plain", tokens, kind, modules)
     error = error_at_each_position(logits_of(open_decoder(tmp_path / "quantized"), tokens), right)
     assert error.median() <= (2e-3 if kind.inputs else 1e-5)

@@ -23,6 +23,8 @@ from preheat.verify.boot import BootCheck
 from preheat.verify.check_runner import CheckRunner
 from preheat.warmup.record import Record
 from tests.cpu.checkpoints import MODELS, save_checkpoint
+from tests.cpu.quantized import quantize_checkpoint
+from tests.cpu.test_quantized_checkpoints import KINDS
 from tests.delta_layer import DeltaLayer, step_four
 
 VALUE = Recurrence(key_heads=4, value_heads=8, key_dim=128, value_dim=128, taps=4)
@@ -249,6 +251,19 @@ def test_states_sleep_with_the_cache(checkpoint, right):
     engine.sleep(1)
     engine.wake_up()
     assert answers(engine, prompts()) == right
+
+
+@pytest.mark.parametrize("name", ["fp8", "gptq"])
+def test_quantized_layers_give_the_same_bits(name, tmp_path):
+    """Layers with states read codes, together and alone, the second time with hits."""
+    family, changes = MODELS["qwen3.5"]
+    wider = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
+    save_checkpoint((family, changes | SIZES | wider), tmp_path / "plain")
+    quantize_checkpoint(tmp_path / "plain", KINDS[name], tmp_path / "quantized")
+    engine = LLM(str(tmp_path / "quantized"), **OPTIONS)
+    alone = [one for each in prompts() for one in answers(engine, [each], skip_reading_prefix_cache=True)]
+    for _ in range(2):
+        assert answers(engine, prompts()) == alone
 
 
 def test_memory_of_states_is_counted(llm):
