@@ -23,6 +23,7 @@ import pytest
 from tokenizers import AddedToken
 
 from benchmarks.common.ports import free_port
+from tests import shared_code
 from tests.tokenizers import byte_level
 
 SERVE = """
@@ -149,8 +150,7 @@ ENGINES: dict[str, str] = {}
 @pytest.fixture(scope="session", autouse=True)
 def code_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of machine code that the servers of all processes of a run share."""
-    base = tmp_path_factory.getbasetemp()
-    folder = (base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "machine_code"
+    folder = shared_code.folder_of(tmp_path_factory)
     ENGINES["cache_dir"] = str(folder)
     return folder
 

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -14,9 +15,21 @@ from safetensors.torch import load_file, save_file
 
 from preheat.core import EngineState
 from preheat.model.files import BUNDLED_PATH
+from tests import shared_code
 from tests.cpu import forked_ranks
 
 LAYERS = 2
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _shared_code(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Compile each source of mode llvm once a run: see ``shared_code.py``."""
+    if find_spec("llvmlite") is None:
+        yield
+        return
+    undo = shared_code.share(shared_code.folder_of(tmp_path_factory))
+    yield
+    undo()
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import subprocess
 import sys
 import time
@@ -20,6 +21,12 @@ from llvmlite import ir
 from preheat.backends.cpu.llvm import functions, job, machine, targets
 from preheat.backends.cpu.llvm.kinds import COUNTERS, Product
 from preheat.backends.cpu.llvm.targets import TARGETS
+
+
+@pytest.fixture(autouse=True)
+def _own_children(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compile in children here, whatever the run's other tests compiled."""
+    monkeypatch.setattr(machine, "_in_child", inspect.unwrap(machine._in_child))
 
 
 @pytest.fixture
