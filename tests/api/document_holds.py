@@ -37,13 +37,19 @@ def short(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Se
 
 
 REPEATED = [
+    "/",
+    "/embed_sparse",
     "/score",
     "/tokenize",
     "/v1/chat/completions/batch",
     "/v1/chat/completions/render",
     "/v1/messages/count_tokens",
+    "/v1/rerank",
 ]
-"""Paths with the body of another path. Random requests suffice for them: each field's limits are tried at the other."""
+"""Paths with bodies of other paths.
+
+Random requests suffice for them: each field's limits are tried at the others.
+"""
 
 config = schemathesis.Config.from_dict(
     {"operations": [{"include-path": path, "phases": {"coverage": {"enabled": False}}} for path in REPEATED]}

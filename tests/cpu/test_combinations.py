@@ -261,8 +261,11 @@ def quantized_by(kinds: list[str]) -> dict[str, Any]:
     return {"quant_method": "compressed-tensors", "format": style, "ignore": left_out, "config_groups": groups}
 
 
-def answers(llm: LLM, made: Made, names: list[str]) -> dict[str, Any]:
-    """Return an engine's answers to each kind of request that it supports, all sent at once."""
+def answers(llm: LLM, made: Made, names: list[str], *, plain: bool = True) -> dict[str, Any]:
+    """Return an engine's answers to each kind of request that it supports, all sent at once.
+
+    ``plain``: also to requests with no option and with an image.
+    """
     ids = [[(7 * place + start) % 200 + 60 for place in range(length)] for start, length in ((0, 70), (5, 3), (0, 50))]
     if "pooling" in names:
         vectors = llm.encode([{"prompt_token_ids": each} for each in ids], use_tqdm=False)
@@ -270,9 +273,9 @@ def answers(llm: LLM, made: Made, names: list[str]) -> dict[str, Any]:
     params = [
         SamplingParams(temperature=0.8 * (n % 2), seed=n, max_tokens=9, ignore_eos=True, logprobs=2) for n in range(3)
     ]
-    asked: list[tuple[str, Any, SamplingParams, LoRARequest | None]] = [
-        ("plain", {"prompt_token_ids": each}, some, None) for each, some in zip(ids, params, strict=True)
-    ]
+    asked: list[tuple[str, Any, SamplingParams, LoRARequest | None]] = []
+    if plain:
+        asked = [("plain", {"prompt_token_ids": each}, some, None) for each, some in zip(ids, params, strict=True)]
     if "adapters" in names:
         model = made.model_for(names)
         asked.append(("adapted", {"prompt_token_ids": ids[0]}, params[1], LoRARequest("own", 1, made.adapter(model))))
@@ -284,7 +287,7 @@ def answers(llm: LLM, made: Made, names: list[str]) -> dict[str, Any]:
         thinks = llm.frontend.tokenizer.token_id("<think>")
         few = SamplingParams(temperature=1.0, seed=5, max_tokens=9, ignore_eos=True, thinking_token_budget=3)
         asked.append(("budget", {"prompt_token_ids": [*ids[2], thinks]}, few, None))
-    if "images" in names:
+    if "images" in names and plain:
         mark = IMAGE if "any_size" in names else "<image>"
         prompt = {"prompt": f"USER: {mark}\nWhat? ASSISTANT:", "multi_modal_data": {"image": [picture(1)]}}
         asked.append(("image", prompt, params[1], None))
@@ -343,21 +346,31 @@ EXPECTED: dict[tuple[Any, ...], dict[str, Any]] = {}
 def expected(made: Made, names: list[str], **device: Any) -> dict[str, Any]:
     """Return the answers of engines with only the traits of ``names`` that decide bits.
 
-    Each kind of request has an engine of its own, with the trait that it needs.
+    Kinds of requests are asked one after another. A kind that needs an option has an engine of its own.
     """
     numeric = [name for name in NUMERIC if name in names] + ["llvm" if "llvm" in names else "eager"] * (not device)
     kinds = [name for name in ("adapters", "structured", "budget", "beam_search", "prompt_embeds") if name in names]
+    groups = [["", *(kind for kind in kinds if kind not in ASKS)], *([kind] for kind in kinds if kind in ASKS)]
+    for group in groups:
+        keys = [(*device.values(), *numeric, kind) for kind in group]
+        if all(key in EXPECTED for key in keys):
+            continue
+        engine = bare(made, names, [*numeric, *filter(None, group[:1])], **device)
+        for kind, key in zip(group, keys, strict=True):
+            EXPECTED[key] = answers(engine, made, [*numeric, kind], plain=not kind)
+            engine.reset_prefix_cache()
     found: dict[str, Any] = {}
     for kind in ("", *kinds):
-        key = (*device.values(), *numeric, kind)
-        if key not in EXPECTED:
-            own = options_of(made, [*numeric, *filter(None, [kind])]) | device
-            own |= {"disable_hybrid_kv_cache_manager": True} if "groups" in names else {}
-            if "tensor_parallel" in names:
-                own |= {"tensor_parallel_size": 1, "tp_invariant": True}
-            EXPECTED[key] = answers(LLM(**own), made, [*numeric, kind])
-        found |= EXPECTED[key]
+        found |= EXPECTED[*device.values(), *numeric, kind]
     return found
+
+
+def bare(made: Made, names: list[str], own: list[str], **device: Any) -> LLM:
+    """Return an engine with the traits ``own``, on one rank and with one cache group."""
+    options = options_of(made, own) | device
+    options |= {"disable_hybrid_kv_cache_manager": True} if "groups" in names else {}
+    options |= {"tensor_parallel_size": 1, "tp_invariant": True} if "tensor_parallel" in names else {}
+    return LLM(**options)
 
 
 def check(made: Made, names: list[str], **device: Any) -> None:

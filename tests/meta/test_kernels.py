@@ -9,7 +9,7 @@ import pytest
 
 from tests.meta.source import ROOT
 
-PROCESSES = 3
+PROCESSES = 2
 """Number of processes. Each one needs seconds to import torch and Triton, as long as five files of tests take."""
 
 FILES = [str(path.relative_to(ROOT)) for path in sorted((ROOT / "tests" / "kernels").glob("test_*.py"))]
