@@ -6,7 +6,6 @@ Nothing is changed, no GPU memory is taken, and torch is not imported.
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import os
 import platform
 import re
@@ -26,6 +25,7 @@ from preheat.model.weights_digest import WeightsDigest
 from preheat.settings import OPTIONS, Settings
 from preheat.utils.caches import cache_root
 from preheat.utils.finding import Finding
+from preheat.utils.versions import version_of
 
 PACKAGES = ("torch", "triton", "numpy", "safetensors", "tokenizers", "huggingface_hub", "msgspec", "pyzmq", "starlette",
             "uvicorn", "uvloop", "transformers", "vllm")  # fmt: skip
@@ -58,9 +58,7 @@ def findings(settings: Settings) -> Iterator[Finding]:
 
 
 def _torch() -> Finding:
-    try:
-        version = importlib.metadata.version("torch")
-    except importlib.metadata.PackageNotFoundError:
+    if (version := version_of("torch")) is None:
         return Finding("torch", "not installed", "fail", "scripts/install, or pip install with constraints.txt")
     release = tuple(int(part) for part in version.split(".")[:2])
     first, last = (".".join(map(str, bound)) for bound in TORCH)
@@ -144,11 +142,7 @@ def collected(settings: Settings) -> dict[str, Any]:
     Secrets are masked.
     """
     versions = {"python": sys.version.split()[0], "preheat": preheat.__version__}
-    for name in PACKAGES:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
+    versions |= {name: version for name in PACKAGES if (version := version_of(name)) is not None}
     variables = {name: value for name, value in sorted(os.environ.items()) if name.startswith(PREFIXES)}
     secret = {field.name for field in dataclasses.fields(settings) if not field.repr}
     given = {opt.name: getattr(settings, opt.name) for opt in OPTIONS.values()}

@@ -102,7 +102,7 @@ def test_more_threads_than_cores_and_an_old_torch_are_reported(monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "4000")
     assert of(cpu.findings())["OMP_NUM_THREADS"].verdict == "note"
     for version, verdict in [("2.10.1", "fail"), ("2.11.0", "ok"), ("2.13.0+cpu", "ok"), ("3.0.0", "note")]:
-        monkeypatch.setattr(doctor.importlib.metadata, "version", lambda _, version=version: version)
+        monkeypatch.setattr(doctor, "version_of", lambda _, version=version: version)
         assert doctor._torch().verdict == verdict
 
 

@@ -39,7 +39,6 @@ MOST_RULES, MOST_DIGITS, MOST_CELLS, MOST_ITEMS = 100_000, 400, 32, 4096
 """Bounds: rules of a schema, digits of a number, kinds of further properties, required items or properties."""
 
 ROOT = "start"
-_BY_NAME = "patternProperties"
 
 
 @dataclass(frozen=True)

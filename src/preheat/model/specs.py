@@ -293,10 +293,6 @@ class ModelSpec:
         return _one("head_dim", [each.kv.head_dim for each in self.attentions])
 
     @property
-    def kv_sides(self) -> int:
-        return _one("rows of a head's entry", [each.kv.sides for each in self.attentions])
-
-    @property
     def kv_dtype(self) -> KVDtype:
         return _one("the KV cache's dtypes", [each.kv.dtype for each in self.attentions])
 

@@ -77,6 +77,11 @@ class BlocksWriter(Writer):
     def completion_tokens(self) -> int:
         return len(self.choice.token_ids)
 
+    @property
+    def _place(self) -> int:
+        """The place of the last block in the answer."""
+        return len(self.answer.blocks) - 1
+
     def read(self) -> list[Part]:
         """Return the new parts of the answer."""
         delta = self.take(self.choice)

@@ -188,10 +188,6 @@ class _MessagesWriter(BlocksWriter):
         ended = {"delta": {"stop_reason": reason, "stop_sequence": sequence}, "usage": self._usage_now()}
         return named_event("message_delta", ended) + named_event("message_stop", {})
 
-    @property
-    def _place(self) -> int:
-        return len(self.answer.blocks) - 1
-
     def _answer(self, tokens: int) -> MessageAnswer:
         return MessageAnswer(id=self._id, model=self._model, content=[], usage=self._usage_now(tokens))
 

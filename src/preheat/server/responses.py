@@ -383,10 +383,6 @@ class _ResponsesWriter(BlocksWriter):
             kept = Stored(json, [*self._messages, *said], ended, self._response.background)
             self._store.put(self._response.id, kept)
 
-    @property
-    def _place(self) -> int:
-        return len(self.answer.blocks) - 1
-
     def _item(self, block: Block, status: str = "completed", place: int | None = None) -> OutputItem:
         name = f"{self._id}_{self._place if place is None else place}"
         if block.kind == "content":

@@ -65,11 +65,6 @@ class Pooling:
         return self.type == "ALL"
 
     @property
-    def reads_one(self) -> bool:
-        """Whether the state of one token is the text's."""
-        return self.type in ("LAST", "CLS")
-
-    @property
     def scores_pairs(self) -> bool:
         """Whether a pair of texts has a score of its own: a classifier has one class."""
         return len(self.classes) == 1

@@ -17,9 +17,8 @@ import os
 import platform
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
-from functools import cache, cached_property
+from functools import cached_property
 from hashlib import sha256
-from importlib import metadata
 from pathlib import Path
 from types import MappingProxyType
 from typing import NamedTuple
@@ -31,6 +30,7 @@ from preheat.plan.cache_items import SwapItem
 from preheat.plan.plan import Plan
 from preheat.plan.repeat_items import CheckItem
 from preheat.utils.files import TABLE_BYTES, open_file, read_file, why_unread, write_whole
+from preheat.utils.versions import version_of
 from preheat.warmup.record import DONE, ItemRecord, Record
 
 logger = logging.getLogger(__name__)
@@ -205,16 +205,11 @@ def versions() -> dict[str, str | None]:
 
     A version is None if the library is not installed. Nothing is imported.
     """
-    return {"preheat": __version__, "python": platform.python_version(), **{name: _version(name) for name in LIBRARIES}}
-
-
-@cache
-def _version(library: str) -> str | None:
-    """Return the version of an installed library, read once a process, or None."""
-    try:
-        return metadata.version(library)
-    except metadata.PackageNotFoundError:
-        return None
+    return {
+        "preheat": __version__,
+        "python": platform.python_version(),
+        **{name: version_of(name) for name in LIBRARIES},
+    }
 
 
 def processor() -> list[str]:

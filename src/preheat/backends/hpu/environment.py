@@ -9,10 +9,10 @@ from __future__ import annotations
 import shutil
 import subprocess
 from collections.abc import Iterator
-from importlib import metadata
 
 from preheat.backends.hpu.detect import frameworks, is_simulated, nodes
 from preheat.utils.finding import Finding, Verdict
+from preheat.utils.versions import version_of
 
 SYSTEM = (
     "habanalabs-firmware-tools", "habanalabs-graph", "habanalabs-rdma-core", "habanalabs-thunk",
@@ -40,31 +40,23 @@ def findings() -> Iterator[Finding]:
     tool = shutil.which("hl-smi")
     yield Finding("hl-smi", tool) if tool else Finding("hl-smi", "not in PATH", "note", f"apt install {SYSTEM[0]}")
     for name in SYSTEM:
-        yield _package(name, _system_version(name), "note", f"apt install {name}")
+        yield _package(name, _systemversion_of(name), "note", f"apt install {name}")
     for name in PYTHON:
         needed = name == PYTHON[0]
         yield _package(
-            name, _version(name), "fail" if needed else "note", f"pip install {name}, of the driver's version"
+            name, version_of(name), "fail" if needed else "note", f"pip install {name}, of the driver's version"
         )
-    yield _package(FP8, _version(FP8), "note", f"pip install {FP8}, if you want FP8")
+    yield _package(FP8, version_of(FP8), "note", f"pip install {FP8}, if you want FP8")
 
 
 def _package(name: str, version: str | None, verdict: Verdict, advice: str) -> Finding:
     return Finding(name, "not installed", verdict, advice) if version is None else Finding(name, version)
 
 
-def _system_version(name: str) -> str | None:
+def _systemversion_of(name: str) -> str | None:
     """Return a Debian package's version; None without it or dpkg."""
     query = shutil.which("dpkg-query")
     if query is None:
         return None
     done = subprocess.run([query, "-W", "-f=${Version}", name], check=False, capture_output=True, text=True, timeout=10)
     return done.stdout.strip() or None
-
-
-def _version(name: str) -> str | None:
-    """Return a Python package's version; None if it is not here."""
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
