@@ -6,7 +6,6 @@ Its order: device, weights, memory, limits, plan, cache, warm-up, check, ready.
 from __future__ import annotations
 
 import logging
-import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import closing, contextmanager
@@ -17,71 +16,43 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base.backend import Backend
-from preheat.backends.base.facts import Facts, Mode
+from preheat.backends.base.facts import Mode
 from preheat.backends.registry import pick_backend
+from preheat.boot_device import open_device
+from preheat.boot_loop import address_of, serving_loop
+from preheat.boot_parts import build_parts
 from preheat.boot_values import Device, Given, Loaded, Parts, Planned
 from preheat.cache_groups import WHOLE
-from preheat.core import BlockSource, Ready
-from preheat.elastic import Elastic, cache_contents
-from preheat.engine.audit import Audit
-from preheat.engine.kv_publisher import KvPublisher
-from preheat.engine.listeners import STEP_EVENTS, with_step_log
+from preheat.core import Ready
 from preheat.engine.loop import EngineSide, Loop, SilentListener
-from preheat.errors import NotInvariant, SettingsError
-from preheat.execution.build import Assembly, build, select_linear_kernels
-from preheat.execution.draft_head import make_drafter
+from preheat.errors import NotInvariant
 from preheat.execution.draft_model import DraftModel
 from preheat.execution.drafting import load_draft, make_drafting, make_proposer
-from preheat.execution.executor import Executor
-from preheat.execution.input_batch import Packer
-from preheat.execution.memory_audit import AuditedMemory, Named, weights_of
-from preheat.execution.offload import HostTier
 from preheat.execution.sleep import sleepable_weights
-from preheat.execution.whole_blocks import WholeBlocks
 from preheat.grammar.service import Grammars, open_grammars
-from preheat.kv_transfer.messages import Hello
-from preheat.kv_transfer.pulls import Pulls
-from preheat.kv_transfer.sends import Sends
-from preheat.kv_transfer.server import BlockServer
-from preheat.limits import check_ends
 from preheat.lora.boot import adapter_parts, open_adapters
-from preheat.model.draft_head import LoadedHead
 from preheat.model.families import read_spec
 from preheat.model.files import find_model, find_tokenizer, read_config, weight_files
-from preheat.model.loader import LoadedModel, load_model, obstacle
-from preheat.model.pooled_head import through
-from preheat.model.stated import stated_spec
-from preheat.model.traits import check_traits
-from preheat.model.update import tensors_of
+from preheat.model.loader import LoadedModel, load_model
 from preheat.model.weights_digest import WeightsDigest
-from preheat.parallel.leader import ParallelExecutor
-from preheat.parallel.share import Share, contract_parts, for_ranks, for_replica
+from preheat.parallel.share import Share, contract_parts
 from preheat.plan import lines
 from preheat.plan.cost import Costs
 from preheat.plan.groups import choose
-from preheat.plan.modes import check_options, instead, resolve, with_defaults
+from preheat.plan.modes import with_defaults
 from preheat.plan.plan import Plan
 from preheat.plan.step_times import StepTimes
-from preheat.plan.whole_texts import for_whole_texts
-from preheat.schedule.kv_events import KvEvents
-from preheat.schedule.scheduler import Caching, Scheduler
-from preheat.schedule.states import Ends
+from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
 from preheat.transport import InlineTransport
 from preheat.utils.caches import cache_root
 from preheat.utils.contract import Contract
 from preheat.utils.dynamo import compile_seconds
-from preheat.utils.kv_events import kv_events_config
-from preheat.utils.kv_transfer import kv_transfer
 from preheat.utils.memory import trim
 from preheat.utils.structured import library_version
 from preheat.utils.trace import Trace
-from preheat.verify.again import checks_again
-from preheat.verify.boot import BootCheck
 from preheat.verify.identity import contract_of, proof_of
 from preheat.verify.names import check_names
-from preheat.warmup.cold_monitor import ColdMonitor
-from preheat.warmup.cold_sources import ColdSources
 from preheat.warmup.detail import detail_level
 from preheat.warmup.draft import DraftWarmUp
 from preheat.warmup.dummy_requests import warm_up_loop
@@ -109,7 +80,7 @@ def boot(
 
     ``started`` is the time when the boot began, in monotonic seconds.
     """
-    device = _open_device(settings, backend or pick_backend(settings.device))
+    device = open_device(settings, backend or pick_backend(settings.device))
     threads = torch.get_num_threads()  # before compiled functions leave torch one
     share = Share.open(*device)
     try:
@@ -135,18 +106,18 @@ def _boot_hashing(given: Given, before_ready: Callable[[], None], digest: Weight
     planned = _recorded(given, loaded, fitted)
     grammars = "nothing is generated" if loaded.pools else opening.result()
     with given.steps.log("init_cache_engine", in_total=True):
-        parts = _build(given, loaded, planned, grammars)
+        parts = build_parts(given, loaded, planned, grammars)
         warm = _warming(given, loaded, fitted, planned, parts)
         _warm_up(given, loaded, parts, warm)
     _keep(given, planned)
     given.share.agree(parts.executor, planned.plan)
     _judge(given.device.settings, planned.record)
     contract = _contract(given, planned, digest)
-    loop = _loop(given, loaded, planned, parts, contract)
+    loop = serving_loop(given, loaded, planned, parts, contract)
     before_ready()
     _trim(given.device.backend)  # of the profiling run and of warm-up
     ready = _ready(planned.record, parts.scheduler, loaded.model, given.steps.elapsed, contract)
-    ready.sends = _address(given.device.settings, loop)
+    ready.sends = address_of(given.device.settings, loop)
     given.transport.put(ready)
     return loop
 
@@ -155,45 +126,6 @@ def _trim(backend: Backend) -> None:
     """Give freed memory of the host back."""
     if backend.facts.on_host:
         trim()
-
-
-def _open_device(settings: Settings, backend: Backend) -> Device:
-    """Return the prepared device, its settings and its mode. Raises SettingsError for unsupported options."""
-    check_options(settings, backend.facts)
-    if not settings.batch_invariant:
-        logger.warning("batch_invariant is off: the bits of a request may depend on the other requests in its batch")
-    mode = resolve(backend.facts, settings)
-    stated, other = with_defaults(settings, backend.facts), instead(backend.facts, settings)
-    if other is None:
-        check_traits(stated, backend.facts, mode)
-    settings = for_ranks(for_replica(settings, backend.facts), backend.facts)
-    backend.prepare(settings, mode, cache_root(settings))
-    if other is not None and (reason := _obstacle(stated, backend, mode)):
-        logger.info("Execution mode %s instead of %s: %s", other, mode, reason)
-        mode = other
-        check_traits(stated, backend.facts, mode)
-        backend.prepare(settings, mode, cache_root(settings))
-    return Device(_for_model(settings, backend.facts), backend, mode)
-
-
-def _for_model(settings: Settings, facts: Facts) -> Settings:
-    """Return the settings that the model needs: an encoder reads whole texts, and no prefix goes on without a state."""
-    spec = stated_spec(settings, find_model(settings, with_weights=False))
-    if spec.has_states:
-        check_ends(with_defaults(settings, facts))
-        if settings.mamba_cache_mode == "none" and settings.enable_prefix_caching:
-            logger.info("enable_prefix_caching is off: mamba_cache_mode none keeps no state at the ends of blocks")
-            settings = replace(settings, enable_prefix_caching=False)
-    return for_whole_texts(settings, facts, spec.max_position_embeddings) if spec.encodes else settings
-
-
-def _obstacle(settings: Settings, backend: Backend, mode: Mode) -> str | None:
-    """Return why the model and the settings do not run in ``mode``, None if they do."""
-    try:
-        check_traits(settings, backend.facts, mode)
-    except SettingsError as error:
-        return str(error)
-    return obstacle(settings, backend)
 
 
 def _load(given: Given, digest: WeightsDigest | None) -> Loaded:
@@ -330,60 +262,6 @@ def _log_plan(plan: Plan, level: int) -> None:
     logger.info("# device blocks: %d, # CPU blocks: 0", plan.limits.num_blocks)
 
 
-def _build(given: Given, loaded: Loaded, planned: Planned, grammars: Grammars | str) -> Parts:
-    """Build the engine with its caches on all ranks."""
-    (settings, backend, mode), share, steps, *_ = given
-    plan, model = planned.plan, loaded.model
-    scheduler = _scheduler(settings, plan, model)
-    with steps("Initializing cache engine"):
-        how = Assembly(mode, planned.store.folder, masked=not isinstance(grammars, str))
-        packer, executor = share.build(settings, backend, model, plan, scheduler.slots, how=how)
-        drafter = _drafter(settings, backend, loaded.draft, (packer, executor), mode)
-    offload = scheduler.pool.tier = _host_tier(settings, backend, executor)
-    return Parts(scheduler, packer, executor, drafter, offload, grammars, loaded.adapters)
-
-
-def _scheduler(settings: Settings, plan: Plan, model: LoadedModel) -> Scheduler:
-    return Scheduler(
-        plan.limits,
-        caching=Caching(settings.enable_prefix_caching, cache_contents(model), Ends.of(settings)),
-        enable_chunked_prefill=settings.enable_chunked_prefill,
-        mixed_steps=plan.policy.mixed_steps,
-        mixed_tokens=settings.max_num_mixed_tokens,
-        padded=plan.padded,
-        defrag_threshold=settings.defrag_threshold if plan.policy.compacts else None,
-        max_loras=settings.max_loras if settings.enable_lora else 0,
-        head=partial(through, head, model.spec.hidden_size) if (head := model.weights.pooled_head) else None,
-    )
-
-
-def _drafter(
-    settings: Settings, backend: Backend, draft: LoadedModel | None, target: tuple[Packer, Executor], mode: Mode
-) -> DraftModel | None:
-    """Return the draft model or draft head, if one drafts.
-
-    It shares the target's slots and blocks.
-    """
-    packer, executor = target
-    plan, speculates = packer.plan.draft, settings.speculation
-    if draft is None or plan is None or speculates is None:
-        return None
-    select_linear_kernels(backend, draft, plan)
-    make = partial(build, settings, backend, draft, plan, packer.slots, how=Assembly(mode))
-    if isinstance(draft, LoadedHead):
-        return make_drafter(draft, target, plan, speculates.tokens, make)
-    own = DraftModel(speculates.tokens, *make())
-    executor.other_caches.append(own.executor.cache)
-    return own
-
-
-def _host_tier(settings: Settings, backend: Backend, executor: Executor) -> HostTier | None:
-    """Return the host tier of evicted blocks, if the settings give it room."""
-    size, caches = settings.kv_offloading_size, (executor.cache, *executor.other_caches)
-    others = executor if isinstance(executor, ParallelExecutor) else None
-    return None if size is None else HostTier(backend, caches, int(size * 2**30), others)
-
-
 def _draft_steps(drafter: DraftModel | None, backend: Backend, mode: Mode) -> DraftWarmUp | None:
     if drafter is None:
         return None
@@ -462,81 +340,6 @@ def _judge(settings: Settings, record: Record) -> None:
     record.invariant = settings.batch_invariant and not record.unproved()
     if settings.require_invariance and (why := record.unproved(dropped=True)):
         raise NotInvariant(f"require_invariance refuses to start: {'; '.join(why)}")
-
-
-def _loop(given: Given, loaded: Loaded, planned: Planned, parts: Parts, contract: Contract) -> Loop:
-    """Return the loop that serves: its steps are watched, traced and logged, and an operator has commands."""
-    device, share, _, transport, trace, _ = given
-    settings, backend, mode = device
-    plan, record, _ = planned
-    scheduler, executor, drafter = parts.scheduler, parts.executor, parts.drafter
-    sources, drafted = ColdSources(backend, share.cold_sources(executor)), drafter.take_steps if drafter else None
-    monitor = ColdMonitor(record, plan, settings.on_cold, sources, drafted)
-    check = partial(parts.check, device, record)
-    scheduler.rekey(cache_contents(loaded.model, contract.id))
-    operator = Elastic(
-        settings, backend, loaded.model, scheduler=scheduler, executor=executor, check=check, monitor=monitor,
-        contract=contract,
-    )  # fmt: skip
-    listener, call = with_step_log(settings, mode, backend, monitor), trace.calls(STEP_EVENTS)
-    loop = parts.loop(transport, device, listener=listener, call=call, operator=operator)
-    _publish_events(settings, loop)
-    _share_blocks(given, parts, loop, lambda: operator.state.contract or contract)
-    if settings.audit_every is not None:
-        with given.steps("Taking digests of the memory", detail=True):
-            operator.audit = loop.audit = _audit(settings, loaded, parts, monitor, check)
-    return loop
-
-
-def _audit(
-    settings: Settings, loaded: Loaded, parts: Parts, monitor: ColdMonitor, check: Callable[[], BootCheck]
-) -> Audit:
-    """Return the audit of everything that the engine holds now."""
-    model, adapters, pool = loaded.model, loaded.model.adapters, parts.scheduler.pool
-
-    def fixed() -> Iterator[Named]:
-        yield from weights_of(model)
-        yield from (("a table of positions", table) for table in parts.executor.decoder.tables())
-        if loaded.draft is not None:
-            yield from (("the draft model", tensor) for tensor in tensors_of(loaded.draft.weights))
-
-    memory = AuditedMemory(fixed, adapters.tensors if adapters else tuple, parts.executor.cache, pool)
-    rows = checks_again(check, monitor, parts.scheduler, memory.adapters_changed)
-    return Audit(memory, settings.audit_every or 0.0, rows)
-
-
-def _publish_events(settings: Settings, loop: Loop) -> None:
-    """Publish events of the prefix cache from now on, if the settings enable them."""
-    if (events := kv_events_config(settings.kv_events_config)).publishes:
-        loop.kv_publisher = KvPublisher(events)
-        loop.scheduler.pool.events = KvEvents(loop.kv_publisher.publish)
-
-
-def _address(settings: Settings, loop: Loop) -> BlockSource | None:
-    """Return where other engines get blocks, None if this one sends none."""
-    transfer, server = kv_transfer(settings), loop.block_server
-    if transfer is None or server is None:
-        return None
-    return BlockSource(transfer.host, server.port, 0, transfer.engine_id or uuid.uuid4().hex)
-
-
-def _share_blocks(given: Given, parts: Parts, loop: Loop, contract: Callable[[], Contract]) -> None:
-    """Let other engines take blocks, and requests pull them, as far as the engine's role goes."""
-    settings, backend = given.device.settings, given.device.backend
-    transfer, scheduler, tier = kv_transfer(settings), parts.scheduler, parts.offload
-    if transfer is None or tier is None:
-        return
-    spec = read_spec(read_config(find_model(settings), settings.hf_overrides))
-    blocks = WholeBlocks(backend, parts.executor.cache, tier, scheduler.pool, spec.num_kv_heads)
-
-    def hello() -> Hello:
-        return Hello(contract(), scheduler.prefix.contents, blocks.layout)
-
-    if transfer.sends:
-        loop.sends = Sends(blocks, hello, given.transport.waker())
-        loop.block_server = BlockServer(loop.sends, transfer.host, transfer.port, transfer.key)
-    if transfer.pulls:
-        loop.admission.pulls = Pulls(blocks, scheduler.prefix, hello, key=transfer.key, seconds=transfer.seconds)
 
 
 def _ready(record: Record, scheduler: Scheduler, model: LoadedModel, seconds: float, contract: Contract) -> Ready:
