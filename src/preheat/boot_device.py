@@ -1,4 +1,4 @@
-"""The device of a boot: its settings, and the mode in which the model runs."""
+"""The device of a boot, with its settings and the execution mode of the model."""
 
 from __future__ import annotations
 

@@ -44,8 +44,8 @@ RULE = {
     "boot_device": "boot_values plan model backends.base parallel",
     "boot_parts": "boot_values plan schedule grammar execution model backends.base parallel elastic",
     "boot_loop": "boot_values plan schedule execution model backends.base engine kv_transfer verify warmup elastic",
-    "boot": "boot_values boot_device boot_parts boot_loop plan schedule grammar lora execution model ops backends backends.base parallel engine"
-    " kv_transfer transport warmup verify elastic",
+    "boot": "boot_values boot_device boot_parts boot_loop plan schedule grammar lora execution model ops backends"
+    " backends.base parallel engine kv_transfer transport warmup verify elastic",
     "doctor": "backends model warmup",
     "startup": "boot plan model backends backends.base engine frontend transport warmup verify",
     "server": "startup schedule engine frontend transport warmup backends",
