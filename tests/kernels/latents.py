@@ -15,14 +15,19 @@ from preheat.backends.cuda.latent_attention import (
     TOKENS,
     VERIFY,
     latent_attention,
+    least_work,
     query_tokens,
 )
+from preheat.backends.cuda.latent_few import FewConfig, few_rows_attention
 from preheat.backends.cuda.latent_rotary import turn_and_write
 from preheat.backends.cuda.paged_attention import AttentionConfig, Workspace
 from preheat.backends.cuda.work import decode_work, prefill_tiles, query_tiles
 from preheat.model.attention_specs import RopeSpec
 from preheat.model.rope import rope_table
 from preheat.ops.rotary import apply_rope_
+
+FEW = 3
+"""A mode beside those of :func:`latent_attention`: rows of one token, scores first."""
 
 Work = list[tuple[int, int, int]]
 """Sequence, first position and number of tokens of each row of a step."""
@@ -89,7 +94,13 @@ class LatentPages:
         return (weights @ entry[:, : sizes.rank]).transpose(0, 1)
 
     def run(
-        self, work: Work, mode: int, split: int, *, config: AttentionConfig | None = None, room: int | None = None
+        self,
+        work: Work,
+        mode: int,
+        split: int,
+        *,
+        config: AttentionConfig | FewConfig | None = None,
+        room: int | None = None,
     ) -> Tensor:
         """Return the attention of a step's rows, [tokens, heads, rank]."""
         sizes, extends = self.sizes, np.array([n for _, _, n in work])
@@ -106,14 +117,17 @@ class LatentPages:
         count = torch.tensor([len(pieces)], dtype=torch.int32).to(self.device)
         query = torch.cat([self.turned[i][p : p + n] for i, p, n in work])[:, : sizes.heads]
         out = torch.full((len(query), sizes.heads * sizes.entry), torch.nan, dtype=sizes.dtype, device=self.device)
-        space = Workspace(len(given) * query_tokens(width), len(query), sizes.heads, sizes.rank, query.device)
-        latents = Latents(sizes.entry**-0.5, sizes.rank, split)
-        latent_attention(
-            query, self.cache, out, Places(*self._places(work), self.table), Pieces(given, count), space, latents,
-            Rows(len(work), width), mode=mode, config=config,
-        )  # fmt: skip
+        room = max(len(given) * query_tokens(width), least_work(sizes.heads, query.device))
+        scores = len(given) * sizes.heads * split
+        space = Workspace(room, len(query), sizes.heads, sizes.rank, query.device, scores=scores)
+        latents, places = Latents(sizes.entry**-0.5, sizes.rank, split), Places(*self._places(work), self.table)
+        given = query, self.cache, out, places, Pieces(given, count), space, latents
+        if mode == FEW:
+            few_rows_attention(*given, config=config)
+        else:
+            latent_attention(*given, Rows(len(work), width), mode=mode, config=config)
         assert not space.arrived.any()
         return out.view(len(query), sizes.heads, -1)[..., : sizes.rank]
 
 
-__all__ = ["DECODE", "PROMPT", "VERIFY", "LatentPages", "Sizes"]
+__all__ = ["DECODE", "FEW", "PROMPT", "VERIFY", "LatentPages", "Sizes"]

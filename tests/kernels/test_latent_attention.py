@@ -5,14 +5,16 @@ from itertools import pairwise
 import pytest
 import torch
 
-from preheat.backends.cuda import latent_attention
+from preheat.backends.cuda import latent_attention, latent_few
+from preheat.backends.cuda.latent_few import FewConfig
 from preheat.backends.cuda.paged_attention import AttentionConfig
-from tests.kernels.latents import DECODE, PROMPT, VERIFY, LatentPages, Sizes
+from tests.kernels.latents import DECODE, FEW, PROMPT, VERIFY, LatentPages, Sizes
 
 SPLIT = 64  # more splits in short sequences
 LENGTHS = [1, 33, 90]
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 4e-3}
 SIZES = [Sizes(), Sizes(heads=3, rank=24, rope=8, dtype=torch.float32)]
+SHARES = FewConfig(rows=16, keys=16, numbers=16, programs=1)
 LAYOUTS = [AttentionConfig(rows=16, warps=4, stages=1), AttentionConfig(rows=32, warps=8, stages=2, programs=1)]
 
 
@@ -41,6 +43,7 @@ def test_decoding_rows_have_the_bits_of_prompts_whatever_is_beside_them(whole):
         right = torch.stack([outputs[i][p] for i, p, _ in some])
         assert torch.equal(made.run(some, DECODE, SPLIT), right)
         assert torch.equal(made.run(some, DECODE, SPLIT, config=LAYOUTS[len(some) % 2]), right)
+        assert torch.equal(made.run(some, FEW, SPLIT, config=(None, SHARES)[len(some) % 2]), right)
 
 
 @pytest.mark.parametrize("width", [2, 11])
@@ -101,9 +104,11 @@ def test_other_orders_and_a_lost_part_are_seen(fault, monkeypatch):
     made = LatentPages(Sizes(), LENGTHS)
     right = made.run([(2, 89, 1)], DECODE, SPLIT)
     if fault == "tile":
-        monkeypatch.setattr(latent_attention, "tile_keys", lambda dtype: 64)
+        for module in (latent_attention, latent_few):
+            monkeypatch.setattr(module, "tile_keys", lambda dtype: 64)
     if fault == "turned":
         made.turned[2][..., made.sizes.rank :] = 0
-    found = made.run([(2, 89, 1)], DECODE, 32 if fault == "split" else SPLIT)
-    assert not torch.equal(found, right)
-    assert (wrong_by(found[0], made.exact(2)[89]) > 0.01) == (fault == "turned")
+    for mode in (DECODE, FEW):
+        found = made.run([(2, 89, 1)], mode, 32 if fault == "split" else SPLIT)
+        assert not torch.equal(found, right)
+        assert (wrong_by(found[0], made.exact(2)[89]) > 0.01) == (fault == "turned")

@@ -31,6 +31,7 @@ from preheat.backends.cuda.digest import digest_rows
 from preheat.backends.cuda.embedding import embed, take_rows
 from preheat.backends.cuda.gate import gated
 from preheat.backends.cuda.lacking import lacking
+from preheat.backends.cuda.latent_few import few_rows_attention
 from preheat.backends.cuda.latent_rotary import turn_and_write
 from preheat.backends.cuda.matmul.heads import HeadsLayer
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
@@ -167,12 +168,15 @@ def latents(hardware: Hardware) -> Iterator[tuple[str, Work]]:
     for heads, dtype in product((16, 20, 128), (torch.bfloat16, torch.float32)):
         cache, made = _empty(1024, 1, 1, 64, 576, dtype=dtype), _empty(2048, heads + 1, 576, dtype=dtype)
         places, pieces = Places(_whole(2048), _whole(2048), _whole(64, 512)), Pieces(_whole(64, 2), _whole(1))
-        space, rope = paged.Workspace(64, 2048, heads, 512, META), _empty(8192, 2, 1, 64, dtype=dtype)
+        space = paged.Workspace(64, 2048, heads, 512, META, scores=64 * heads * 512)
+        rope = _empty(8192, 2, 1, 64, dtype=dtype)
         name = f"latents of {heads} heads, {str(dtype).removeprefix('torch.')}"
         for mode, rows_, width in ((latent.DECODE, 64, 1), (latent.VERIFY, 8, 4), (latent.PROMPT, 0, 1)):
             given = made[:, :-1], cache, made, places, pieces, space, Latents(0.1, 512), Rows(rows_, width)
             work = partial(latent.latent_attention, *given, mode=mode)
             yield f"attention {name}, {rows_} rows of {width}", work
+        few = partial(few_rows_attention, made[:2, :-1], cache, made, places, pieces, space, Latents(0.1, 512))
+        yield f"attention {name}, few rows", few
         yield f"rope {name}", lambda m=made, r=rope, p=places, c=cache: turn_and_write(m, r, *p, c, 512)
         norm, to = CudaNorm(_empty(512, dtype=dtype), 1e-6), made[:, -1]
         yield f"norm of {name}", lambda n=norm, m=made[:, 0], t=to: n.insert(m, t)

@@ -22,7 +22,8 @@ from preheat.backends.base.device import HOST_COPIES
 from preheat.backends.cuda.attention_shape import Shape
 from preheat.backends.cuda.attention_values import Latents, Pieces, Places, Rows, Scores
 from preheat.backends.cuda.block_table import DeviceTable
-from preheat.backends.cuda.latent_attention import DECODE, PROMPT, VERIFY, latent_attention
+from preheat.backends.cuda.latent_attention import DECODE, PROMPT, VERIFY, latent_attention, least_work
+from preheat.backends.cuda.latent_few import FEW, few_rows_attention
 from preheat.backends.cuda.latent_rotary import turn_and_write
 from preheat.backends.cuda.paged_attention import Workspace, decode_attention, prefill_attention
 from preheat.backends.cuda.rotary import rope_and_write
@@ -90,7 +91,10 @@ class CudaAttention:
         heads, dim = (
             max(sizes) for sizes in zip(*((each.heads, each.rank or each.dim) for each in shapes), strict=True)
         )
-        self._workspace = Workspace(self._room, tokens, heads, dim, backend.device)
+        least = max((least_work(each.heads, backend.device) for each in shapes if each.rank), default=0)
+        few = min(rows, FEW) * self._max_splits * split
+        scores = max((few * each.heads for each in shapes if each.rank), default=0)
+        self._workspace = Workspace(max(self._room, least), tokens, heads, dim, backend.device, scores=scores)
 
     def _lists(self, kind: _Kind) -> tuple[int, int]:
         """Return the numbers of the list of tiles, and of the list of splits, of a kind of layer."""
@@ -191,6 +195,9 @@ class CudaAttention:
         turn_and_write(made, layer.rope, *places, cache, layer.still)
         if len(step.pieces[tiles].work):
             latent_attention(query, cache, out, places, step.pieces[tiles], self._workspace, latents, mode=PROMPT)
+        if step.rows.width == 1 and 0 < step.rows.most <= FEW:
+            few_rows_attention(query, cache, out, places, step.pieces[splits], self._workspace, latents)
+            return
         latent_attention(
             query, cache, out, places, step.pieces[splits], self._workspace, latents, step.rows,
             mode=VERIFY if step.rows.width > 1 else DECODE,

@@ -76,6 +76,15 @@ def absorb(
 
 
 @triton.jit
+def weigh(s, top, scale, dtype: tl.constexpr):
+    """Return the greatest score so far, the weights of a tile of scores, and the fade of earlier tiles."""
+    new_top = tl.maximum(top, tl.max(s, 1) * scale)
+    base = tl.where(new_top == -float("inf"), 0.0, new_top)
+    p = tl.exp2(tl.fma(s, scale, -base[:, None])).to(dtype)
+    return new_top, p, tl.exp2(top - base)[:, None]
+
+
+@triton.jit
 def merge(tops, totals, accs, top, total, acc):
     """Merge the next split into the splits so far.
 

@@ -8,7 +8,8 @@ query does not see never reaches its output.
 
 A program has ``ROWS`` rows, a row for each token and head of its tile, one behind the other. Products of up to 32 rows
 use one instruction on every card, and rows do not meet. So the bits of a row do not depend on the rows beside it, on
-the tile, or on whether the tile is a prompt's or decodes.
+the tile, or on whether the tile is a prompt's or decodes. :mod:`preheat.backends.cuda.latent_few` gives few decoding
+rows the same bits.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preheat.backends.cuda.attention_tile import blocks_of, key_offsets, merge, nothing
+from preheat.backends.cuda.attention_tile import blocks_of, key_offsets, merge, nothing, weigh
 from preheat.backends.cuda.attention_values import ANY_ROWS, LOG2_E, Latents, Pieces, Places, Rows
 from preheat.backends.cuda.card import PORTABLE, Card
 from preheat.backends.cuda.device import card_at
@@ -29,15 +30,11 @@ from preheat.backends.cuda.paged_attention import (
     AttentionConfig,
     Workspace,
     _claim,
-    _keep_part,
     _merge_parts,
 )
 
 TOKENS = 8
 """The most tokens of a tile. Eight times the heads of most models fill whole programs."""
-
-ROOMY = 150_000
-"""Room in shared memory for three stages of a single token."""
 
 DECODE, VERIFY, PROMPT = 0, 1, 2
 ONE_TOKEN, DRAFTS, RUNS = tl.constexpr(DECODE), tl.constexpr(VERIFY), tl.constexpr(PROMPT)
@@ -53,59 +50,109 @@ def query_tokens(width: int) -> int:
     return min(width, TOKENS)
 
 
-def latent_config(rows: int, dtype: torch.dtype, *, single: bool = False, card: Card = PORTABLE) -> AttentionConfig:
-    """Return the layout for tiles of ``rows`` rows; two stages fit small cards, and need less memory than one.
+WALKING = 64
+"""The most rows of a multiprocessor's programs that walk whole contexts."""
 
-    A ``single`` token's steps follow each other: programs of 16 rows take them in half of the time, on an H100.
+
+def least_work(heads: int, device: torch.device) -> int:
+    """Return the pieces of a workspace that has rows for every program that walks a whole context."""
+    return -(-WALKING * processors(device) // heads)
+
+
+TWO_STAGES = 114_000
+"""Least room in shared memory for 32 rows of queries and two stages of entries."""
+
+
+def latent_config(heads: int, queries: int, dtype: torch.dtype, card: Card = PORTABLE) -> AttentionConfig:
+    """Return the layout for tiles of ``queries`` tokens on ``card``.
+
+    A program of 16 rows leaves registers and shared memory to another one, and so a decoding row of 20 heads is two
+    units. Measured on an H100.
     """
-    if single and dtype != torch.float32 and card.room >= ROOMY:
-        return AttentionConfig(rows=16, warps=4, stages=3, programs=2)
-    few = rows <= 16 or dtype == torch.float32
-    return AttentionConfig(rows=16 if few else 32, warps=4 if rows <= 16 else 8, stages=2, programs=2)
+    if dtype == torch.float32:
+        return AttentionConfig(rows=16, warps=4 if heads * queries <= 16 else 8, stages=2, programs=2)
+    few = heads * queries <= 16 or (queries == 1 and heads <= 32)
+    stages = 3 if card.room >= TWO_STAGES else 2  # the compiler keeps one stage fewer in memory
+    return AttentionConfig(rows=16 if few else 32, warps=4, stages=stages, programs=2)
 
 
 @triton.jit
 def _absorb(
-    top, total, acc, q, turned, seen_to, entries, blocks, start, end, scale, block_stride,
-    RANK: tl.constexpr, ROPE: tl.constexpr, ROPE_WIDTH: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
+    top, total, left, right, q_left, q_right, q_turned, seen_to, entries, blocks, start, end, scale, block_stride,
+    RANK: tl.constexpr, ROPE: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr,
 ):  # fmt: skip
-    """Add one tile of entries to the online softmax."""
+    """Add one tile of entries to the online softmax; ``left`` and ``right`` are halves of the output."""
+    HALF: tl.constexpr = left.shape[1]
     at = start + tl.arange(0, TILE)
-    dims, rest = tl.arange(0, acc.shape[1]), tl.arange(0, ROPE_WIDTH)
-    lies = key_offsets(blocks, start, block_stride, RANK + ROPE, BLOCK, TILE)[:, None]
+    dims, rest = tl.arange(0, HALF)[None, :], tl.arange(0, q_turned.shape[1])[None, :]
+    lies = entries + key_offsets(blocks, start, block_stride, RANK + ROPE, BLOCK, TILE)[:, None]
     known = (at < end)[:, None]
-    latent = tl.load(entries + lies + dims[None, :], mask=known & (dims < RANK)[None, :], other=0.0)
-    others = tl.load(entries + RANK + lies + rest[None, :], mask=known & (rest < ROPE)[None, :], other=0.0)
-    s = tl.dot(q, tl.trans(latent), input_precision="ieee")
-    s = tl.dot(turned, tl.trans(others), s, input_precision="ieee")
-    s = tl.where(at[None, :] < seen_to[:, None], s, -float("inf"))
-    new_top = tl.maximum(top, tl.max(s, 1) * scale)
-    base = tl.where(new_top == -float("inf"), 0.0, new_top)
-    p = tl.exp2(tl.fma(s, scale, -base[:, None])).to(q.dtype)
-    fade = tl.exp2(top - base)[:, None]
-    ones = tl.full([TILE, 16], 1.0, tl.float32).to(q.dtype)
+    one = tl.load(lies + dims, mask=known & (dims < RANK), other=0.0)
+    other = tl.load(lies + HALF + dims, mask=known & (dims < RANK - HALF), other=0.0)
+    turned = tl.load(lies + RANK + rest, mask=known & (rest < ROPE), other=0.0)
+    s = tl.dot(q_left, tl.trans(one), input_precision="ieee")
+    s = tl.dot(q_right, tl.trans(other), s, input_precision="ieee")
+    s = tl.dot(q_turned, tl.trans(turned), s, input_precision="ieee")
+    new_top, p, fade = weigh(tl.where(at[None, :] < seen_to[:, None], s, -float("inf")), top, scale, q_left.dtype)
+    ones = tl.full([TILE, 16], 1.0, tl.float32).to(q_left.dtype)
     total = tl.dot(p, ones, total * fade, input_precision="ieee")
-    acc = tl.dot(p, latent, acc * fade, input_precision="ieee")
-    return new_top, total, acc
+    left = tl.dot(p, one, left * fade, input_precision="ieee")
+    right = tl.dot(p, other, right * fade, input_precision="ieee")
+    return new_top, total, left, right
+
+
+@triton.jit
+def _empty(ROWS: tl.constexpr, HALF: tl.constexpr):
+    """Return the maximum, sums and halves of the output of an empty softmax."""
+    top, total, left = nothing(ROWS, HALF)
+    return top, total, left, tl.zeros([ROWS, HALF], tl.float32)
+
+
+@triton.jit
+def _with_earlier(parts, tops, totals, at, top, total, left, right, RANK: tl.constexpr):
+    """Merge the next split of rows into their splits so far at ``at``."""
+    HALF: tl.constexpr = left.shape[1]
+    dims = tl.arange(0, HALF)[None, :]
+    early_top, early_total = tl.load(tops + at), tl.load(totals + at)[:, None]
+    rows = parts + at[:, None] * RANK + dims
+    early = tl.load(rows, mask=dims < RANK, other=0.0)
+    _, _, left = merge(early_top, early_total, early, top, total, left)
+    early = tl.load(rows + HALF, mask=dims < RANK - HALF, other=0.0)
+    top, total, right = merge(early_top, early_total, early, top, total, right)
+    return top, total, left, right
+
+
+@triton.jit
+def _keep(parts, tops, totals, at, own, top, total, left, right, RANK: tl.constexpr):
+    """Write splits of the rows in ``own`` to the places ``at``, int64 [rows]."""
+    HALF: tl.constexpr = left.shape[1]
+    dims = tl.arange(0, HALF)[None, :]
+    rows = parts + at[:, None] * RANK + dims
+    tl.store(tops + at, top, mask=own)
+    tl.store(totals + at, tl.max(total, 1), mask=own)  # all columns are equal
+    tl.store(rows, left, mask=own[:, None] & (dims < RANK))
+    tl.store(rows + HALF, right, mask=own[:, None] & (dims < RANK - HALF))
 
 
 @triton.jit(do_not_specialize=["max_blocks"])
 def _attend(
     q, cache, table, slots, positions, work, num_work, out, parts, tops, totals, arrived, claims,
     scale, q_stride, head_stride, block_stride, max_blocks,
-    HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, WIDTH: tl.constexpr, ROPE_WIDTH: tl.constexpr,
+    HEADS: tl.constexpr, RANK: tl.constexpr, ROPE: tl.constexpr, HALF: tl.constexpr, ROPE_WIDTH: tl.constexpr,
     ROWS: tl.constexpr, QUERIES: tl.constexpr, BLOCK: tl.constexpr, SPLIT: tl.constexpr, TILE: tl.constexpr,
     MODE: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Attend with tiles of up to ``QUERIES`` consecutive queries of a sequence, piece by piece.
 
     A unit is a piece with ``ROWS`` of the tile's rows. Pieces and merges are as in
-    :func:`preheat.backends.cuda.paged_attention.decode_attention`; a prompt's tile is one piece.
+    :func:`preheat.backends.cuda.paged_attention.decode_attention`; a prompt's tile is one piece. A program that walks
+    a whole context keeps the splits so far in its own rows of ``parts``: registers hold one split.
     """
     CHUNKS: tl.constexpr = (QUERIES * HEADS + ROWS - 1) // ROWS
-    dims, rest = tl.arange(0, WIDTH), tl.arange(0, ROPE_WIDTH)
+    dims, rest = tl.arange(0, HALF)[None, :], tl.arange(0, ROPE_WIDTH)[None, :]
     units, programs = tl.load(num_work) * CHUNKS, tl.num_programs(0)
     unit = tl.program_id(0)
+    mine = tl.cast(unit, tl.int64) * ROWS + tl.arange(0, ROWS)
     while unit < units:
         piece, chunk = unit // CHUNKS, unit % CHUNKS
         token, split = tl.load(work + piece * 2), tl.load(work + piece * 2 + 1)
@@ -131,40 +178,51 @@ def _attend(
             begin(overlap)  # late, so that the host's copies are read while earlier kernels end
             token_row = tl.cast(token, tl.int64) + nth
             query = q + (token_row * q_stride + head * head_stride)[:, None]
-            queries = tl.load(query + dims[None, :], mask=own[:, None] & (dims < RANK)[None, :], other=0.0)
-            turned = tl.load(query + RANK + rest[None, :], mask=own[:, None] & (rest < ROPE)[None, :], other=0.0)
-            top, total, acc = nothing(ROWS, WIDTH)
-            if MODE != ONE_TOKEN:
-                all_top, all_total, all_acc = nothing(ROWS, WIDTH)
-            blocks = blocks_of(pages, start, end, BLOCK, TILE)
-            for at in range(start, end, TILE):
-                top, total, acc = _absorb(
-                    top, total, acc, queries, turned, seen_to, cache, blocks, at, end, scale, block_stride,
-                    RANK, ROPE, ROPE_WIDTH, BLOCK, TILE,
-                )  # fmt: skip
-                blocks = blocks_of(pages, at + TILE, end, BLOCK, TILE)
-                if MODE != ONE_TOKEN:  # noqa: SIM102  (known when the kernel is compiled, the other when it runs)
-                    if ((at + TILE) % SPLIT == 0) & (at + TILE < end):
-                        all_top, all_total, all_acc = merge(all_top, all_total, all_acc, top, total, acc)
-                        top, total, acc = nothing(ROWS, WIDTH)
-            result = out + ((token_row * HEADS + head) * (RANK + ROPE))[:, None] + dims[None, :]
-            real = own[:, None] & (dims < RANK)[None, :]
-            if count == 1:
+            q_left = tl.load(query + dims, mask=own[:, None] & (dims < RANK), other=0.0)
+            q_right = tl.load(query + HALF + dims, mask=own[:, None] & (dims < RANK - HALF), other=0.0)
+            q_turned = tl.load(query + RANK + rest, mask=own[:, None] & (rest < ROPE), other=0.0)
+            top, total, left, right = _empty(ROWS, HALF)
+            for begins in range(start, end, SPLIT):
+                ends = tl.minimum(begins + SPLIT, end)
+                top, total, left, right = _empty(ROWS, HALF)
+                blocks = blocks_of(pages, begins, ends, BLOCK, TILE)
+                for at in range(begins, ends, TILE):
+                    top, total, left, right = _absorb(
+                        top, total, left, right, q_left, q_right, q_turned, seen_to, cache, blocks, at, ends, scale,
+                        block_stride, RANK, ROPE, BLOCK, TILE,
+                    )  # fmt: skip
+                    blocks = blocks_of(pages, at + TILE, ends, BLOCK, TILE)
                 if MODE != ONE_TOKEN:
-                    all_top, total, acc = merge(all_top, all_total, all_acc, top, total, acc)
-                tl.store(result, (acc / tl.max(total, 1)[:, None]).to(out.dtype.element_ty), mask=real)
+                    if begins > start:
+                        top, total, left, right = _with_earlier(
+                            parts, tops, totals, mine, top, total, left, right, RANK
+                        )  # fmt: skip
+                        tl.debug_barrier()  # all warps have read before one of them writes
+                    if ends < end:
+                        _keep(parts, tops, totals, mine, own, top, total, left, right, RANK)
+                        tl.debug_barrier()  # all warps have written
+            result = out + ((token_row * HEADS + head) * (RANK + ROPE))[:, None] + dims
+            real, real_right = own[:, None] & (dims < RANK), own[:, None] & (dims < RANK - HALF)
+            if count == 1:
+                sums = tl.max(total, 1)[:, None]
+                tl.store(result, (left / sums).to(out.dtype.element_ty), mask=real)
+                tl.store(result + HALF, (right / sums).to(out.dtype.element_ty), mask=real_right)
             else:
                 place = (tl.cast(piece, tl.int64) * QUERIES + nth) * HEADS + head
-                _keep_part(parts, tops, totals, place, top, total, acc, own, RANK)
+                _keep(parts, tops, totals, place, own, top, total, left, right, RANK)
                 tl.debug_barrier()  # all warps have written before one of them counts the piece
                 counter = arrived + token * HEADS + chunk
                 if tl.atomic_add(counter, 1, sem="acq_rel") == count - 1:
                     tl.debug_barrier()
                     place -= tl.cast(split, tl.int64) * (QUERIES * HEADS)
                     _, sums, outs = _merge_parts(
-                        parts, tops, totals, place, QUERIES * HEADS, count, own, RANK, WIDTH, 1
+                        parts, tops, totals, place, QUERIES * HEADS, count, own, RANK, HALF, 1
                     )  # fmt: skip
                     tl.store(result, (outs / sums).to(out.dtype.element_ty), mask=real)
+                    _, sums, outs = _merge_parts(
+                        parts, tops, totals, place, QUERIES * HEADS, count, own, RANK, HALF, 1, HALF
+                    )  # fmt: skip
+                    tl.store(result + HALF, (outs / sums).to(out.dtype.element_ty), mask=real_right)
                     tl.store(counter, 0)
         unit = _claim(claims, units, programs)
     begin(overlap)  # programs without work must wait too, lest the next kernel start too early
@@ -194,18 +252,17 @@ def latent_attention(
     heads, entry, block = q.shape[1], q.shape[2], cache.shape[3]
     work, rank, table = pieces.work, latents.rank, places.table
     queries = TOKENS if mode == PROMPT else query_tokens(rows.width)
-    config = config or latent_config(queries * heads, q.dtype, single=mode == DECODE, card=card_at(q.device))
+    config = config or latent_config(heads, queries, q.dtype, card_at(q.device))
     chunks = triton.cdiv(queries * heads, config.rows)
-    units = len(work) * chunks
-    programs = units
-    if mode != PROMPT and config.programs:
-        tiles = rows.most * -(-rows.width // queries)
-        programs = min(units, max(config.programs * processors(q.device), tiles * chunks))
+    tiles = rows.most * -(-rows.width // queries)
+    programs = min(len(work) * chunks, max(config.programs * processors(q.device), tiles * chunks))
+    if mode != DECODE:
+        programs = min(programs, workspace.tops.numel() // config.rows)  # each may keep splits
     _attend[(programs,)](
         q, cache, table, places.slots, places.positions, work, pieces.used, out,
         workspace.parts, workspace.tops, workspace.totals, workspace.arrived, workspace.claims,
         latents.scale * LOG2_E, *q.stride()[:2], cache.stride(0), table.stride(0),
-        HEADS=heads, RANK=rank, ROPE=entry - rank, WIDTH=max(triton.next_power_of_2(rank), 16),
+        HEADS=heads, RANK=rank, ROPE=entry - rank, HALF=max(triton.next_power_of_2(rank) // 2, 16),
         ROPE_WIDTH=max(triton.next_power_of_2(entry - rank), 16), ROWS=config.rows, QUERIES=queries,
         BLOCK=block, SPLIT=latents.split, TILE=tile_keys(q.dtype), MODE=mode,
         enable_fp_fusion=False, **options(num_warps=config.warps, num_stages=config.stages),

@@ -151,14 +151,15 @@ def _keep_part(parts, tops, totals, at, top, total, acc, own, DIM: tl.constexpr)
 
 @triton.jit
 def _merge_parts(
-    parts, tops, totals, at, step, count, own, DIM: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr = 4
-):
+    parts, tops, totals, at, step, count, own, DIM: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr = 4,
+    first=0,
+):  # fmt: skip
     """Merge ``count`` splits of the rows in ``own``; return their maxima, sums and outputs.
 
-    The splits begin at the places ``at`` and lie ``step`` apart.
+    The splits begin at the places ``at`` and lie ``step`` apart. ``WIDTH`` outputs are merged, from ``first`` on.
     """
     ROWS: tl.constexpr = own.shape[0]
-    dims = tl.arange(0, WIDTH)
+    dims = first + tl.arange(0, WIDTH)
     real = own[:, None] & (dims < DIM)[None, :]
     top, acc = tl.full([ROWS], -float("inf"), tl.float32), tl.zeros([ROWS, WIDTH], tl.float32)
     total = tl.zeros([ROWS, 1], tl.float32)
@@ -401,20 +402,27 @@ def _walk(
     return tops, totals, accs, top, total, acc
 
 
+COUNTERS = 64
+"""The least counters of a token."""
+
+
 class Workspace:
     """Partial results of queries with several splits.
 
     There is room for ``max_work`` splits of ``heads`` heads of ``dim`` numbers; a piece takes as many splits as its
     tile may have queries. ``arrived`` counts the finished pieces of each of ``max_tokens`` tokens and kv heads, and
-    ``claims`` counts the claimed units. All counts are zero between calls.
+    ``claims`` counts the claimed units. All counts are zero between calls. ``scores`` holds single scores.
     """
 
-    def __init__(self, max_work: int, max_tokens: int, heads: int, dim: int, device: torch.device) -> None:
+    def __init__(
+        self, max_work: int, max_tokens: int, heads: int, dim: int, device: torch.device, *, scores: int = 0
+    ) -> None:
         self.parts = torch.empty(max_work, heads, dim, dtype=torch.float32, device=device)
         self.tops = torch.empty(max_work, heads, dtype=torch.float32, device=device)
         self.totals = torch.empty(max_work, heads, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(max_tokens, heads, dtype=torch.int32, device=device)
+        self.arrived = torch.zeros(max_tokens, max(heads, COUNTERS), dtype=torch.int32, device=device)
         self.claims = torch.zeros(1, dtype=torch.int32, device=device)
+        self.scores = torch.empty(scores, dtype=torch.float32, device=device)
 
 
 def query_tile(heads: int, kv_heads: int, config: AttentionConfig) -> int:
