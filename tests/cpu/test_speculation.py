@@ -316,11 +316,10 @@ def moved(patch):
     """Plant drafts computed one position too far."""
     right = Packer._write_tokens
 
-    def write(self, words, layout, schedule, rows):
-        right(self, words, layout, schedule, rows)
+    def write(self, columns, schedule, rows):
+        right(self, columns, schedule, rows)
         if schedule.verifies:
-            positions = words[layout.tokens_at : layout.lists_at[0]].reshape(3, layout.tokens)[2]
-            positions[: int(rows.ends[-1])] += 1
+            columns[2][: int(rows.ends[-1])] += 1
 
     patch.setattr(Packer, "_write_tokens", write)
 

@@ -22,7 +22,6 @@ from preheat import LLM, SamplingParams
 from preheat.backends.cuda.sampler import CudaSampler
 from preheat.backends.cuda.work import SPLIT
 from preheat.core import Level
-from preheat.execution.buffers import Layout
 from preheat.execution.input_batch import Packer
 from preheat.schedule.running import RunningSequences
 from preheat.schedule.scheduler import Scheduler
@@ -206,10 +205,9 @@ def test_a_token_that_is_not_fed_back_is_noticed(ahead: LLM, expected: Bits, mon
     """The device is told that each newly drawn token was 0."""
     tell = Packer._write_tokens
 
-    def wrong(self: Packer, words: np.ndarray, layout: Layout, *rest: Any) -> None:
-        tell(self, words, layout, *rest)
-        tokens = words[layout.tokens_at :][: layout.tokens]
-        np.maximum(tokens, 0, out=tokens)
+    def wrong(self: Packer, columns: list[np.ndarray], *rest: Any) -> None:
+        tell(self, columns, *rest)
+        np.maximum(columns[0], 0, out=columns[0])
 
     monkeypatch.setattr(Packer, "_write_tokens", wrong)
     forget(ahead)

@@ -136,9 +136,9 @@ def test_a_token_that_is_not_fed_back_is_noticed(model, expected, monkeypatch):
     """The device is told that the token it has just drawn was 0."""
     tell = Packer._write_tokens
 
-    def wrong(self, words, layout, schedule, rows):
-        tell(self, words, layout, schedule, rows)
-        tokens = words[layout.tokens_at :][: layout.tokens]
+    def wrong(self, columns, schedule, rows):
+        tell(self, columns, schedule, rows)
+        tokens = columns[0]
         assert schedule.num_decode == 0 or (tokens < 0).any()
         np.maximum(tokens, 0, out=tokens)
 
