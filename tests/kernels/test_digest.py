@@ -52,6 +52,25 @@ def test_logits_of_16_bits_have_the_digests_of_their_fp32():
         assert not torch.equal(parts.sum(1), row_digests(rows.float()))
 
 
+def test_the_sampler_of_a_gpu_fetches_the_digests_of_a_step():
+    from preheat.backends.cuda.sampler import CudaSampler
+    from preheat.core import Level
+    from preheat.ops.sampling import SamplingInput
+    from tests.device_sampling import backend_of
+
+    logits, step = rows_of(3, 5001).nan_to_num(), SamplingInput(3, None, None, None)
+    sampler = CudaSampler(4, 5001, backend_of("cpu"), 4)
+    for turn, digested in ((0, True), (1, False)):
+        sampler.describe(turn, step, np.arange(3))
+        sampler.sample(Level.GREEDY, logits)
+        if digested:
+            sampler.digest(turn, logits)
+        sampler.fetch(turn, tokens=True, reports=False)
+        tokens, _ = sampler.read(turn, 3, np.empty(0, np.int64), np.empty(0, np.int32))
+        assert tokens.tolist() == logits.argmax(1).tolist()
+        assert sampler.digests(turn) == (row_digests(logits).tolist() if digested else [])
+
+
 def test_one_bit_is_seen_everywhere():
     rows = rows_of(1, 300).nan_to_num().repeat(301, 1)
     words = rows.numpy().view(np.int32)
