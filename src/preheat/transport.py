@@ -12,7 +12,7 @@ import tempfile
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 
@@ -131,9 +131,9 @@ class EngineTransport(_End):
 
         Waits up to ``timeout`` seconds for the first one (None: forever).
         """
-        frames = _frames(self._in)
+        frames = [*_frames(self._in)]
         if not frames and timeout != 0 and self._in.poll(None if timeout is None else int(timeout * 1000)):
-            frames = _frames(self._in)
+            frames = [*_frames(self._in)]
         messages = [self._decoder.decode(frame) for frame in frames]
         if count := sum(isinstance(message, Request) for message in messages):
             self._out.send(self._encoder.encode(Taken(count)))
@@ -196,15 +196,16 @@ class FrontendTransport(_End):
     """The frontend's end. It owns the sockets' folder, accessible to this user only.
 
     ``untaken`` has the ids of the requests that the engine has not taken yet, with the time when each was sent, in
-    order. ``beat_at`` is the time of the last heartbeat, or None before the first. Times are monotonic seconds.
-    ``lifeline`` tells of the engine's death, where the system allows it.
+    order. ``behind`` tells that :meth:`receive` may have left messages for its next call. ``beat_at`` is the time of
+    the last heartbeat, or None before the first. Times are monotonic seconds. ``lifeline`` tells of the engine's death,
+    where the system allows it.
     """
 
     def __init__(self) -> None:
         self.address = f"{_SCHEME}{_private_folder()}/"
         super().__init__(self.address + _DELTAS, self.address + _REQUESTS)
         self._decoder = msgspec.msgpack.Decoder(FromEngine | Taken | Beat | Part)
-        self._frames = deque[bytes]()  # that have arrived and were not decoded yet
+        self.behind = False
         self._parts = dict[int, list[TokenLogprobs | None]]()  # by sequence, until their delta comes
         self.untaken: deque[tuple[int, float]] = deque()
         self.beat_at: float | None = None
@@ -223,17 +224,16 @@ class FrontendTransport(_End):
         if isinstance(message, Request):
             self.untaken.append((message.id, time.monotonic()))
 
-    @property
-    def behind(self) -> bool:
-        """Whether messages have arrived that :meth:`receive` has left for its next call."""
-        return bool(self._frames)
-
     def receive(self, seconds: float = RECEIVE_SECONDS) -> list[FromEngine]:
-        """Return messages of the engine since the last call, as many as ``seconds`` suffice for; never waits."""
+        """Return messages of the engine since the last call, as many as ``seconds`` suffice for; never waits.
+
+        Reading a message gives Python's lock away, and a thread that works keeps it for a millisecond or more. So the
+        time bounds the reading too.
+        """
         messages, end = list[FromEngine](), time.monotonic() + seconds
-        self._frames += _frames(self._in)
-        while self._frames:
-            message = self._decoder.decode(self._frames.popleft())
+        self.behind = False
+        for frame in _frames(self._in):
+            message = self._decoder.decode(frame)
             match message:
                 case Taken():
                     for _ in range(message.count):
@@ -249,6 +249,7 @@ class FrontendTransport(_End):
                 case _:
                     messages.append(message)
             if time.monotonic() > end:
+                self.behind = True
                 break
         return messages
 
@@ -291,14 +292,11 @@ def _socket(context: zmq.Context[zmq.Socket[bytes]], kind: int) -> zmq.Socket[by
     return socket
 
 
-def _frames(socket: zmq.Socket[bytes]) -> list[bytes]:
-    """Return all frames that have arrived."""
-    frames: list[bytes] = []
-    try:
+def _frames(socket: zmq.Socket[bytes]) -> Iterator[bytes]:
+    """Yield the frames that have arrived."""
+    with suppress(zmq.Again):
         while True:
-            frames.append(socket.recv(zmq.NOBLOCK))
-    except zmq.Again:
-        return frames
+            yield socket.recv(zmq.NOBLOCK)
 
 
 def _private_folder() -> Path:

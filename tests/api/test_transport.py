@@ -58,8 +58,17 @@ def test_messages_arrive_as_they_were(ends) -> None:
 
 @pytest.mark.parametrize("count", [0, 1, PART_ENTRIES, PART_ENTRIES + 1, 3 * PART_ENTRIES + 7])
 def test_a_long_prompt_comes_in_parts_and_arrives_whole(ends, count: int, monkeypatch) -> None:
-    """No message is long, and the receiver leaves some for its next call; two prompts do not mix."""
+    """No message is long, and the receiver leaves some for its next call, unread; two prompts do not mix."""
     front, engine = ends
+    reads, own = list[int](), front._in
+
+    class In:
+        FD = own.FD
+
+        def recv(self, flags: int) -> bytes:
+            reads.append(flags)
+            return own.recv(flags)
+
     entries = {id: [TokenLogprobs(id * at, -0.5, 1, []) for at in range(count)] for id in (3, 4)}
     sent, out = list[bytes](), engine._out
 
@@ -73,11 +82,13 @@ def test_a_long_prompt_comes_in_parts_and_arrives_whole(ends, count: int, monkey
     monkeypatch.undo()
     assert len(sent) == 1 + 2 * (max(count - 1, 0) // PART_ENTRIES)
     messages, calls = list[Delta](), 0
+    monkeypatch.setattr(front, "_in", In())
     while not messages:
         assert front.behind or select.select([front.fileno()], [], [], 5)[0], "nothing came"
         messages, calls = front.receive(seconds=0.0), calls + 1
+        assert len(reads) <= calls  # each read gives Python's lock away
     assert messages == [Delta(ids=[3, 4], tokens=[1, 2], prompt_logprobs=entries)]
-    assert calls >= len(sent) and not front.behind
+    assert calls >= len(sent) and front.receive(seconds=0.0) == [] and not front.behind
 
 
 def test_requests_are_receipted(ends) -> None:
