@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -31,20 +30,16 @@ class FewConfig:
 
     A program scores ``keys`` keys of a split, and computes ``numbers`` numbers of the outputs, for ``rows`` heads.
     ``stages`` tiles are loaded ahead. ``programs`` is the most programs of a grid for each multiprocessor.
+    Measured on an H100.
     """
 
-    rows: int
-    keys: int = 16
+    rows: int = 16
+    keys: int = 32
     numbers: int = 64
     score_warps: int = 4
     value_warps: int = 4
     stages: int = 4
     programs: int = 4
-
-
-def few_config(heads: int, dtype: torch.dtype) -> FewConfig:
-    """Return the layout for ``heads`` heads; measured on an H100."""
-    return FewConfig(rows=16 if heads <= 16 or dtype == torch.float32 else 32)
 
 
 @triton.jit
@@ -163,7 +158,7 @@ def few_rows_attention(
     """
     heads, entry, block = q.shape[1], q.shape[2], cache.shape[3]
     work, rank, table, split = pieces.work, latents.rank, places.table, latents.split
-    config = config or few_config(heads, q.dtype)
+    config = config or FewConfig()
     chunks, most = triton.cdiv(heads, config.rows), config.programs * processors(q.device)
     keys, numbers = min(config.keys, split), min(config.numbers, max(triton.next_power_of_2(rank), 16))
     slices = triton.cdiv(rank, numbers)
