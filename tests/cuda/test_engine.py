@@ -46,7 +46,7 @@ ROOMY: dict[str, Any] = {
     "max_num_batched_tokens": 512, "block_size": 64, "num_gpu_blocks_override": 700, "boot_check": "off",
 }  # fmt: skip
 TIGHT = ROOMY | {
-    "block_size": 16, "num_gpu_blocks_override": 70, "max_num_seqs": 12, "max_num_batched_tokens": 48,
+    "block_size": 16, "num_gpu_blocks_override": 44, "max_num_seqs": 12, "max_num_batched_tokens": 48,
     "max_num_prefill_seqs": 3, "defrag_threshold": 0,
 }  # fmt: skip
 EAGER = ROOMY | {"block_size": 256, "enforce_eager": True, "bucketing_policy": "split"}
