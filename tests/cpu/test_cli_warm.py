@@ -42,10 +42,13 @@ def test_a_failed_item_is_a_failed_command(monkeypatch, capsys):
 
 def test_a_page_that_cannot_be_written(monkeypatch, capsys, tmp_path):
     play(monkeypatch, records.warmed(records.make()))
-    assert main(["warm", "--html", str(tmp_path)]) == 1
+    assert main(["warm", "--html", "/dev/full"]) == 1
     shown = capsys.readouterr()
     assert "items, warmed up" in shown.out  # the record is printed, although the page failed
-    assert f"preheat: error: cannot write {tmp_path}" in shown.err
+    assert "preheat: error: cannot write /dev/full" in shown.err
+    assert main(["warm", "--html", str(tmp_path)]) == 2  # a folder is refused before the boot
+    shown = capsys.readouterr()
+    assert not shown.out and str(tmp_path) in shown.err
 
 
 @pytest.mark.parametrize("command", ["warm", "plan"])

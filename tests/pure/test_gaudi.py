@@ -245,6 +245,6 @@ def test_the_doctor_names_the_stack_and_the_remedy(monkeypatch, tmp_path):
     assert found["Gaudi devices"] == ("Gaudi devices", str(tmp_path / "accel0"), "ok", "")
     assert found["habana-torch-plugin"].verdict == "fail"
     assert all(finding.advice for finding in found.values() if finding.verdict != "ok")
-    monkeypatch.setattr(hpu_environment, "_version", lambda name: "1.19.0")
+    monkeypatch.setattr(hpu_environment, "version_of", lambda name: "1.19.0")
     assert {f.what: f for f in hpu_environment.findings()}["habana-torch-plugin"].verdict == "ok"
     assert ENVIRONMENTS[HPU.name] is hpu_environment.findings

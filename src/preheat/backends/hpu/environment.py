@@ -40,7 +40,7 @@ def findings() -> Iterator[Finding]:
     tool = shutil.which("hl-smi")
     yield Finding("hl-smi", tool) if tool else Finding("hl-smi", "not in PATH", "note", f"apt install {SYSTEM[0]}")
     for name in SYSTEM:
-        yield _package(name, _systemversion_of(name), "note", f"apt install {name}")
+        yield _package(name, _system_version_of(name), "note", f"apt install {name}")
     for name in PYTHON:
         needed = name == PYTHON[0]
         yield _package(
@@ -53,7 +53,7 @@ def _package(name: str, version: str | None, verdict: Verdict, advice: str) -> F
     return Finding(name, "not installed", verdict, advice) if version is None else Finding(name, version)
 
 
-def _systemversion_of(name: str) -> str | None:
+def _system_version_of(name: str) -> str | None:
     """Return a Debian package's version; None without it or dpkg."""
     query = shutil.which("dpkg-query")
     if query is None:

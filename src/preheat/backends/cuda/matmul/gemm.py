@@ -83,8 +83,8 @@ class RoutedForm(NamedTuple):
     top_k: int
     gathered: bool
     arranged: bool
-    dealt: bool
-    first: int
+    dealt: bool = False
+    first: int = 0
 
 
 @triton.jit
