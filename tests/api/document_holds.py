@@ -58,7 +58,7 @@ schema = schemathesis.openapi.from_dict(json.loads(openapi.document()), config=c
 
 
 @schema.parametrize()
-@settings(max_examples=3, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=2, deadline=None, suppress_health_check=list(HealthCheck))
 def test_the_document_holds(case: schemathesis.Case, short: Server) -> None:
     page = case.operation.path == "/"  # GET there is the page to try the model; the document leaves it out
     checks = [check for check in CHECKS if not (page and check is unsupported_method)]
