@@ -174,14 +174,17 @@ class CudaRecurrences:
         lanes, run = kernels.split_of(value.key_dim)
         split = {"COLUMNS": columns, "RUN": run, "LANES": lanes}
         grid = value.value_dim // columns, value.value_heads, min(rows, inputs.rows)
-        how = {"enable_fp_fusion": False, **options(num_warps=warps, num_stages=1)}
         if not chunked:
             kernels.recur[grid](
                 x, inputs.positions, self.words, states.window, states.matrix, *made, x.stride(0), TAPS=value.taps,
-                **heads, **split, **how,
+                **heads, **split, enable_fp_fusion=False, **options(num_warps=warps, num_stages=1),
             )  # fmt: skip
             return
-        recur_prompts[grid](inputs.positions, self.words, states.matrix, *made, CHUNK=chunk, **heads, **split, **how)
+        # A prompt has about as many programs as the device has multiprocessors, and each should have one to itself.
+        recur_prompts[grid](
+            inputs.positions, self.words, states.matrix, *made, CHUNK=chunk, **heads, **split,
+            enable_fp_fusion=False, **options(num_warps=warps, num_stages=1, alone=True),
+        )  # fmt: skip
         kernels.keep_windows[(WINDOW_UNITS, grid[2])](
             x, inputs.positions, self.words, states.window, x.stride(0), PARTS=self._table.parts_at,
             CHANNELS=value.channels, TAPS=value.taps, UNITS=WINDOW_UNITS, **options(num_warps=1, num_stages=1),

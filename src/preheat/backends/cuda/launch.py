@@ -107,9 +107,14 @@ def widened(numbers, dtype: tl.constexpr, FIRST: tl.constexpr = False):
     return wide
 
 
-def options(**more: Any) -> dict[str, Any]:
-    """Return keywords of a launch: num_warps and num_stages as given, and the overlap."""
-    return {**more, "overlap": overlap(), **({"launch_pdl": True} if overlap() else {})}
+def options(*, alone: bool = False, **more: Any) -> dict[str, Any]:
+    """Return keywords of a launch: num_warps and num_stages as given, and the overlap.
+
+    ``alone``: no program begins before the kernel before has ended. Otherwise long programs gather on the
+    multiprocessors that are free first.
+    """
+    early = {"launch_pdl": True} if overlap() and not alone else {}
+    return {**more, "overlap": overlap(), **early}
 
 
 def processors(device: torch.device) -> int:
