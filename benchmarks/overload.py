@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.common.report import parser, save
+from preheat.utils.gc import paused
 from tests.api.abuse import ROWS, Row, abused, http
 from tests.api.conftest import Server
 
@@ -127,7 +128,7 @@ def measure(name: str, args: argparse.Namespace) -> tuple[list[float], dict[str,
 
     The attack has a server of its own.
     """
-    with abused(ATTACKS[name].server) as server:
+    with paused(), abused(ATTACKS[name].server) as server:  # walks of the garbage collector would delay /health here
         before = _memory(server)
         command = [sys.executable, "-m", "benchmarks.overload", str(server.port), name]
         command += [str(args.seconds), str(args.clients)]

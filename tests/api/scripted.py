@@ -53,7 +53,7 @@ class Sequence:
 
 
 def logprobs_of(token: int, count: int) -> TokenLogprobs:
-    return TokenLogprobs(token, -0.5, 1, [(token, -0.5), (token + 1, -1.5), (token + 2, float("-inf"))][:count])
+    return TokenLogprobs(token, -0.5, 1, ((token, -0.5), (token + 1, -1.5), (token + 2, float("-inf")))[:count])
 
 
 class ScriptedEngine:

@@ -306,7 +306,7 @@ def test_streamed_text_is_the_whole_text(tokenizer: Tokenizer, words: list[str],
 def test_logprobs(played: Played) -> None:
     state = played.ask(logprobs=2)
     played.frontend.handle(
-        Delta(ids=[1], tokens=[70], logprobs={0: TokenLogprobs(70, -2.0, 3, [(71, -0.5), (72, -1.0)])},
+        Delta(ids=[1], tokens=[70], logprobs={0: TokenLogprobs(70, -2.0, 3, ((71, -0.5), (72, -1.0)))},
               finished={1: Finish("length")})
     )  # fmt: skip
     output = state.output().outputs[0]

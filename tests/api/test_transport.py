@@ -21,8 +21,8 @@ REQUEST = Request(
     7, [1, 2, 3], SamplingParams(stop=["x"], logit_bias={5: 1.0}, seed=2**64 - 1), 2**64 - 1, 9, 1, [0], "salt"
 )
 DELTA = Delta(
-    [7, 8], [1, 2], {7: Finish("stop", stop_id=1)}, {7: TokenLogprobs(1, -0.5, 1, [(1, -0.5)])},
-    {8: [None, TokenLogprobs(2, -1.5, 2, [])]}, {8: 64}, Stats(running=2),
+    [7, 8], [1, 2], {7: Finish("stop", stop_id=1)}, {7: TokenLogprobs(1, -0.5, 1, ((1, -0.5),))},
+    {8: [None, TokenLogprobs(2, -1.5, 2, ())]}, {8: 64}, Stats(running=2),
 )  # fmt: skip
 
 
@@ -69,7 +69,7 @@ def test_a_long_prompt_comes_in_parts_and_arrives_whole(ends, count: int, monkey
             reads.append(flags)
             return own.recv(flags)
 
-    entries = {id: [TokenLogprobs(id * at, -0.5, 1, []) for at in range(count)] for id in (3, 4)}
+    entries = {id: [TokenLogprobs(id * at, -0.5, 1, ()) for at in range(count)] for id in (3, 4)}
     sent, out = list[bytes](), engine._out
 
     class Out:

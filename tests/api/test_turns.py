@@ -190,7 +190,7 @@ def test_a_slow_client_gets_bounded_parts_of_an_answer(most: int | None) -> None
     state = RequestState("x", None, [1], SamplingParams(logprobs=0), 100, tokenizer=None)  # type: ignore[arg-type]
     choice = Choice(state, 0, 0, detokenizer, None)  # type: ignore[arg-type]
     for token in range(50):
-        choice.push(token, TokenLogprobs(token, -0.5, 1, []), False)
+        choice.push(token, TokenLogprobs(token, -0.5, 1, ()), False)
     choice.finish("length")
     parts, ends = list[OutputDelta](), list[str | None]()
     while choice.has_delta:
@@ -235,7 +235,7 @@ def test_steps_let_others_run_between_slices() -> None:
 
 
 def test_log_probabilities_are_freed_in_steps() -> None:
-    entries = [TokenLogprobs(1, -0.5, 1, [])] * (2 * FREED_AT_ONCE + 1)
+    entries = [TokenLogprobs(1, -0.5, 1, ())] * (2 * FREED_AT_ONCE + 1)
     state = RequestState("x", None, [1], SamplingParams(), 1, tokenizer=None, prompt_logprobs=entries)  # type: ignore[arg-type]
     left = [len(entries) for _ in state.forgetting()]
     assert left == [FREED_AT_ONCE + 1, 1, 0, 0] and state.prompt_logprobs == []

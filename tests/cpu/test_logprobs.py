@@ -20,7 +20,7 @@ def reference(logits: list[float], token: int, n: int) -> TokenLogprobs:
     total = math.log(math.fsum(math.exp(x - peak) for x in logits)) + peak
     order = sorted(range(len(logits)), key=lambda t: (-logits[t], t))
     top = [(t, logits[t] - total) for t in order[:n]]
-    return TokenLogprobs(token, logits[token] - total, order.index(token) + 1, top)
+    return TokenLogprobs(token, logits[token] - total, order.index(token) + 1, tuple(top))
 
 
 def assert_close(got: TokenLogprobs, right: TokenLogprobs) -> None:
@@ -65,9 +65,9 @@ def test_nan_and_infinities() -> None:
     nan, inf = math.nan, math.inf
     logits = torch.tensor([[nan, 1.0, 1.0], [0.0, inf, nan], [-inf, -inf, nan]])
     mixed, sure, none = token_logprobs(logits, np.array([1, 0, 2]), np.array([3, 1, 1]))
-    assert mixed.top == [(1, pytest.approx(math.log(0.5))), (2, pytest.approx(math.log(0.5))), (0, -inf)]
-    assert (sure.rank, sure.top) == (2, [(1, 0.0)])
-    assert (none.logprob, none.rank, none.top) == (-inf, 3, [(0, -inf)])
+    assert mixed.top == ((1, pytest.approx(math.log(0.5))), (2, pytest.approx(math.log(0.5))), (0, -inf))
+    assert (sure.rank, sure.top) == (2, ((1, 0.0),))
+    assert (none.logprob, none.rank, none.top) == (-inf, 3, ((0, -inf),))
 
 
 Compute = Callable[[torch.Tensor], list[TokenLogprobs]]

@@ -315,7 +315,7 @@ def test_logprobs(data: st.DataObject, vocab: int) -> None:
     wanted = np.array([0, 9])
     right = token_logprobs(logits, tokens, wanted)
     for got in logprobs_on(logits, tokens, wanted * 0, most=0, cut=Cut(8, 4)):
-        assert got.top == []  # --max-logprobs 0
+        assert got.top == ()  # --max-logprobs 0
     for got, expected in zip(logprobs_on(logits, tokens, wanted, most=9, cut=Cut(8, 4)), right, strict=True):
         assert_close(got, expected)
 

@@ -103,7 +103,7 @@ def next_token(identity: int) -> int:
 
 
 def logprob(identity: int, successor: int) -> TokenLogprobs:
-    return TokenLogprobs(successor, -(identity % 1000) / 100, 1 + identity % 5, [])
+    return TokenLogprobs(successor, -(identity % 1000) / 100, 1 + identity % 5, ())
 
 
 @dataclass

@@ -102,7 +102,7 @@ def test_infinite_logits_behind_a_rejected_draft_are_ignored() -> None:
 def test_a_log_probability_of_a_prompt_that_is_not_a_number_ends_its_request() -> None:
     for logprob in (-1.0, math.nan):
         scheduler, step = running(request(0, [1, 2, 3], prompt_logprobs=0), request(1, [1, 2]))
-        entries = {0: [TokenLogprobs(2, -1.0, 1, []), TokenLogprobs(3, logprob, 1, [])]}
+        entries = {0: [TokenLogprobs(2, -1.0, 1, ()), TokenLogprobs(3, logprob, 1, ())]}
         delta = scheduler.process_results(step, StepResult(np.array([4, 4]), prompt_logprobs=entries))
         assert list(delta.finished) == ([0] if math.isnan(logprob) else [])
         assert list(delta.prompt_logprobs) == ([] if math.isnan(logprob) else [0])

@@ -44,7 +44,7 @@ class Engine:
         delta = Delta(started=dict.fromkeys(self.new & self.running.keys(), 0))
         self.new.clear()
         for id, place in list(self.running.items()):
-            delta.logprobs[len(delta.ids)] = TokenLogprobs(token(id, place), -1.0, 1, [])
+            delta.logprobs[len(delta.ids)] = TokenLogprobs(token(id, place), -1.0, 1, ())
             delta.digests[len(delta.ids)] = token(id, place)
             delta.ids.append(id)
             delta.tokens.append(token(id, place))
@@ -201,7 +201,7 @@ def test_a_planted_fault_is_seen(
 
 
 def test_the_part_of_a_delta_keeps_what_belongs_together() -> None:
-    entry = TokenLogprobs(7, -1.0, 1, [])
+    entry = TokenLogprobs(7, -1.0, 1, ())
     whole = Delta(
         [1, 2, 2, 3], [5, 6, 7, 8], {2: Finish("stop"), 3: Finish("stop")}, {2: entry}, {1: [None], 3: [None]},
         {1: 0, 2: 4}, Stats(steps=3), {3: b"x"}, {1: "a", 2: "b"}, {0: 50, 2: 70},

@@ -62,7 +62,7 @@ class TokenLogprobs(msgspec.Struct, array_like=True, gc=False):
     token: int
     logprob: float
     rank: int
-    top: list[tuple[int, float]]
+    top: tuple[tuple[int, float], ...]  # the garbage collector soon leaves tuples of numbers out, and never lists
 
 
 class Delta(msgspec.Struct, tag="delta"):

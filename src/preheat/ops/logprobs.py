@@ -61,7 +61,7 @@ def _entries(
         if not ids and count:
             ids = best(line, min(count, vocab)).tolist()
         own, *others = _possible(logprobs[row][[token, *ids]]).tolist()
-        found.append(TokenLogprobs(token, own, _rank(line, token), list(zip(ids, others, strict=True))))
+        found.append(TokenLogprobs(token, own, _rank(line, token), tuple(zip(ids, others, strict=True))))
     return found
 
 

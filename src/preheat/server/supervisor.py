@@ -18,6 +18,7 @@ from preheat.server.fleet import Fleet
 from preheat.server.replicas import Replicas
 from preheat.server.service import Service
 from preheat.startup import boot_front
+from preheat.utils.gc import WholeWalks
 
 logger = logging.getLogger(__name__)
 
@@ -51,6 +52,7 @@ class Supervisor:
         self._frontend: Frontend | None = None
         self._dying = set[int]()  # replicas that have died and have not exited yet
         self._stopping = False
+        self._walks: WholeWalks | None = None  # from the first Ready on
 
     async def run(self, warm_up: WarmUpFrontend | None) -> None:
         """Load the frontend, warm it up, then watch the engine until cancelled.
@@ -87,6 +89,8 @@ class Supervisor:
             self._check_heartbeat()
             self._check_time(frontend)
             self._fleet.check()
+            if self._walks is not None:
+                self._walks.walk()
 
     async def stop(self, now: bool) -> None:
         """Stop the engine: after its requests, or at once if ``now``."""
@@ -110,6 +114,8 @@ class Supervisor:
                 if isinstance(message, Ready | Report):
                     service.live.book(message.record, message.engine)
                 self._on_message(message)
+                if self._walks is None and isinstance(message, Ready):
+                    self._walks = WholeWalks()
         service.stalled = next((watch.stalled for watch in self._watches if watch.stalled), None)
         if any(watch.behind for watch in self._watches):
             asyncio.get_running_loop().call_soon(self._receive)

@@ -28,10 +28,10 @@ SLICE_SECONDS = 0.005
 SHORT_SECONDS = 0.001
 """Work of fewer seconds is no slice: much of it may be done in one turn of the event loop."""
 
-SWITCH_SECONDS = 0.001
+SWITCH_SECONDS = 0.0002
 """Seconds until a thread passes on Python's lock.
 
-The event loop waits so long for each working thread, several times in a request.
+The event loop waits so long for each working thread, at every event of a connection: a dozen times in a request.
 """
 
 INLINE_CHARS = 4_000
@@ -48,13 +48,16 @@ MEDIUM_AT_ONCE, LONG_AT_ONCE = 2, 1
 DECODED_AT_ONCE = 2
 """Most prompts of embeddings decoded at once, since decoding takes memory."""
 
-ANSWERED_AT_ONCE, INLINE_VALUES = 2, 2_000
-"""Most answers written in threads at once, and the fewest values of such an answer."""
+INLINE_VALUES, LONG_VALUES = 2_000, 50_000
+"""Fewest values of an answer that is written in a thread, and of one that waits for other such answers only.
+
+One answer of each kind is written at once: all hold Python's lock, so more at once would only delay the event loop.
+"""
 
 JOINED_AT_ONCE, INLINE_BYTES = 2, 1 << 16
 """Most bodies joined in threads at once, and the fewest bytes of such a body."""
 
-_THREADS = MEDIUM_AT_ONCE + LONG_AT_ONCE + DECODED_AT_ONCE + ANSWERED_AT_ONCE + JOINED_AT_ONCE
+_THREADS = MEDIUM_AT_ONCE + LONG_AT_ONCE + DECODED_AT_ONCE + 2 + JOINED_AT_ONCE
 
 
 class Turns:
@@ -69,7 +72,7 @@ class Turns:
         self._threads = ThreadPoolExecutor(_THREADS, "turns")  # threads start on first use
         self._rendering = FairShare(RENDERED_AT_ONCE)
         self._renderers = ThreadPoolExecutor(RENDERED_AT_ONCE, "templates")
-        self._answering = asyncio.Semaphore(ANSWERED_AT_ONCE)
+        self._answering, self._answering_long = asyncio.Semaphore(1), asyncio.Semaphore(1)
         self._decoding = asyncio.Semaphore(DECODED_AT_ONCE)
         self._joining = asyncio.Semaphore(JOINED_AT_ONCE)
 
@@ -95,7 +98,7 @@ class Turns:
         """Return the result of ``work``: writing an answer of ``values`` values."""
         if values < INLINE_VALUES:
             return work()
-        async with self._answering:
+        async with self._answering if values < LONG_VALUES else self._answering_long:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def join(self, parts: Sequence[bytes], size: int) -> bytes:

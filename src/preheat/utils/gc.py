@@ -5,11 +5,21 @@ from __future__ import annotations
 import functools
 import gc
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-SELDOM = 20_000, 20, 20
-"""Objects that are made between two walks over the youngest, such walks to one over older objects, and so on."""
+SELDOM = 10_000, 5, 2**31 - 1
+"""Objects that are made between two walks over the youngest, such walks to one over older objects, and so on.
+
+Nothing walks over the oldest objects but :class:`WholeWalks`.
+"""
+
+SHORT_WALK = 100_000
+"""Most blocks of memory that are made since a server was ready and allow a walk over all objects, of about 5 ms."""
+
+WALK_SECONDS = 60.0
+"""Fewest seconds between two walks over all objects."""
 
 
 def collect_and_freeze() -> None:
@@ -22,10 +32,37 @@ def collect_seldom() -> None:
     """Collect once, never look at the remaining objects again, and look at new ones seldom.
 
     For a server: a request may bring 100,000 objects, and by Python's thresholds each 700 of them cause a walk. A walk
-    over 20,000 takes about 2 ms. Cycles are few, as most objects end with their request.
+    over 10,000 takes about 1 ms. Cycles are few, as most objects end with their request. :class:`WholeWalks` collects
+    cycles of old objects.
     """
     collect_and_freeze()
     gc.set_threshold(*SELDOM)
+
+
+class WholeWalks:
+    """Walks over all objects that were made since a server was ready.
+
+    Python's own rule walks over a million objects of large requests, and no request is answered meanwhile.
+    """
+
+    def __init__(self) -> None:
+        self._first = self._kept = sys.getallocatedblocks()  # kept: after the last walk
+        self._next = 0.0
+
+    def due(self, blocks: int, now: float) -> bool:
+        """Return whether to walk now: few ``blocks`` of memory are used, or twice those after the last walk.
+
+        So a leak of cycles costs one long walk each time that the memory doubles.
+        """
+        return now >= self._next and (blocks - self._first < SHORT_WALK or blocks > 2 * self._kept)
+
+    def walk(self) -> None:
+        """Collect objects of all ages if it is time."""
+        now = time.monotonic()
+        if self.due(sys.getallocatedblocks(), now):
+            if gc.get_count()[2]:  # objects have grown old since the last walk
+                gc.collect()
+            self._kept, self._next = sys.getallocatedblocks(), now + WALK_SECONDS
 
 
 @functools.cache

@@ -157,7 +157,7 @@ class EchoLoop:
         delta.pooled = dict.fromkeys(delta.finished, _POOLED)
         for place, row in enumerate(rows):
             if (count := row.params.logprobs) is not None:
-                delta.logprobs[place] = TokenLogprobs(token, -1.0, 1, [(token, -1.0)] * count)
+                delta.logprobs[place] = TokenLogprobs(token, -1.0, 1, ((token, -1.0),) * count)
         self._new, self._ending = [], self._new
         self._transport.put(delta)
 

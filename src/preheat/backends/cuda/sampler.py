@@ -287,7 +287,7 @@ class CudaSampler:
         reports = read_report(ids[reporting], values[reporting], unmarked(found[reporting]), alternatives)
         for row, entry in zip(reporting.tolist(), reports, strict=True):
             if told := (self._told[turn] or {}).get(row):
-                entry.top = list(zip(told, told_values[row, : len(told)].tolist(), strict=True))
+                entry.top = tuple(zip(told, told_values[row, : len(told)].tolist(), strict=True))
         return found, reports
 
     def logprobs(self, logits: Tensor, tokens: np.ndarray, alternatives: int) -> list[TokenLogprobs]:
@@ -390,7 +390,7 @@ def read_report(
     """
     rows = zip(tokens.tolist(), ids.tolist(), values.tolist(), alternatives.tolist(), strict=True)
     return [
-        TokenLogprobs(token, own, rank, [entry for entry in zip(top[:n], likely[:n], strict=True) if entry[0] >= 0])
+        TokenLogprobs(token, own, rank, tuple(each for each in zip(top[:n], likely[:n], strict=True) if each[0] >= 0))
         for token, (rank, *top), (own, *likely), n in rows
     ]
 
