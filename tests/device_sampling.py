@@ -150,7 +150,7 @@ def told_like_the_likeliest(logits: torch.Tensor) -> None:
     for row, (entry, free) in enumerate(zip(told_on(logits, told), usual, strict=True)):
         assert (entry.token, entry.logprob, entry.rank) == (free.token, free.logprob, free.rank)
         likely = dict(free.top)
-        assert entry.top == ([(token, likely[token]) for token in order[row]] if row in told else free.top)
+        assert entry.top == (tuple((token, likely[token]) for token in order[row]) if row in told else free.top)
         if row in told:
             assert told_on(logits[row : row + 1], {0: order[row]}) == [entry]
 

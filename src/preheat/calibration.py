@@ -37,6 +37,7 @@ from preheat.model.tensor_specs import LinearSpec
 from preheat.model.weights import Weights
 from preheat.schedule.blocks import BlockPool
 from preheat.settings import Settings
+from preheat.utils.files import output_file, write_output
 
 OUTPUT_TOKENS = 32
 """Tokens generated for each prompt."""
@@ -281,7 +282,8 @@ def write(stats: Path, found: Ranges) -> None:
     _write_json(Path(f"{base}.json"), whole)
     _write_json(Path(f"{base}_mod_list.json"), list(nodes))
     arrays = {name: _arrays(node) for name, node in nodes.items()}
-    np.savez(f"{base}.npz", np.array({**whole, "Nodes": arrays}, dtype=object))
+    with output_file(f"{base}.npz") as file:
+        np.savez(file, np.array({**whole, "Nodes": arrays}, dtype=object))
 
 
 def _arrays(node: Mapping[str, Any]) -> dict[str, Any]:
@@ -308,6 +310,6 @@ def write_configs(folder: Path, stats: Path, config: IncConfig, *, experts: bool
 
 def _write_json(path: Path, value: object) -> None:
     try:
-        path.write_text(json.dumps(value, indent=4), encoding="utf-8")
+        write_output(path, json.dumps(value, indent=4))
     except OSError as error:
         raise PreheatError(f"cannot write {path}: {error.strerror}") from None

@@ -36,6 +36,7 @@ from preheat.model.families import check_architecture, read_spec, spec_of
 from preheat.model.files import find_model, find_tokenizer, read_config
 from preheat.model.kv_scales import with_kv_dtype
 from preheat.model.quantization import bytes_by_scheme
+from preheat.model.rounded import rounded
 from preheat.model.shard import shard, sums_k_splits
 from preheat.model.specs import ModelSpec
 from preheat.model.stage import stage_of
@@ -62,6 +63,7 @@ from preheat.verify.names import check_required
 
 if TYPE_CHECKING:
     from preheat.backends.base.backend import Backend
+    from preheat.backends.base.facts import Facts
     from preheat.engine.loop import EngineSide, Loop
     from preheat.frontend.images import Images
 
@@ -251,7 +253,7 @@ def planned(settings: Settings, *, as_json: bool = False) -> str:
     mode = resolve(facts, settings)
     may_change = instead(facts, settings) is not None
     check_traits(with_defaults(settings, facts), facts, None if may_change else mode)
-    spec = pooled_spec(settings, find_model(settings, with_weights=False), _spec(settings))
+    spec = pooled_spec(settings, find_model(settings, with_weights=False), _spec(settings, facts))
     if spec.encodes:
         settings = for_whole_texts(settings, facts, spec.max_position_embeddings)
     here = facts.in_mode(mode)
@@ -264,13 +266,16 @@ def planned(settings: Settings, *, as_json: bool = False) -> str:
     )
 
 
-def _spec(settings: Settings) -> ModelSpec:
+def _spec(settings: Settings, facts: Facts | None = None) -> ModelSpec:
     """Return the spec of the model, or of a rank's shard.
 
-    Raises ModelError for an invalid config, and for a model that cannot be divided.
+    With the ``facts`` of a backend, layers that the settings round have their formats there. Raises ModelError for an
+    invalid config, and for a model that cannot be divided; SettingsError for a ``quant_config`` that cannot be used.
     """
     config = read_config(find_model(settings, with_weights=False), settings.hf_overrides)
     spec = spec_of(config, settings)
+    if facts is not None and (inc := rounded(settings, spec, facts)) is not None:
+        spec = inc.spec
     spec = stage_of(spec, 0, settings.pipeline_parallel_size)
     return shard(spec, 0, settings.tensor_parallel_size) if sums_k_splits(settings) else spec
 

@@ -19,6 +19,9 @@ OPENS = {
     "from_file",
     "memmap",
     "from_pretrained",
+    "write_text",
+    "write_bytes",
+    "savez",
 }
 """Functions and methods that open a file by its name."""
 
@@ -44,7 +47,9 @@ ELSEWHERE = {
     "__main__": "the standard streams",
     "utils.helper": "the system",
     "server.try_it": "a page of the package",
-    "calibration": "Python's own library",
+    "calibration": "Python's own library, and arrays behind output_file",
+    "model.gguf.folder": "a new folder of the engine's own",
+    "verify.random_models": "a new folder of the engine's own",
     "utils.memory": "the system",
     "utils.processors": "the system",
     "warmup.store": "the system",

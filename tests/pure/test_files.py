@@ -13,18 +13,26 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from preheat.cli.common import check_folder
+from preheat.cli.prompts import given_prompts
 from preheat.errors import AdapterError, ModelError, PreheatError, SettingsError
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.lora.config import AdapterConfig
 from preheat.model.files import read_config, weight_files
 from preheat.model.inc import read_config as read_inc
+from preheat.server.batch_output import answers_to
 from preheat.server.listener import check_certificates
 from preheat.settings import Settings
+from preheat.startup import planned
+from preheat.utils import files
 from preheat.utils.adapters import path_below
-from preheat.utils.files import open_file, read_file, read_given, read_json, regular_file, write_whole
+from preheat.utils.files import open_file, read_file, read_given, read_json, regular_file, write_output, write_whole
+from preheat.utils.log_config import log_as
 from preheat.utils.pooling import pooling_of
 from preheat.utils.structured import read_preloads
+from preheat.verify.golden import read_golden
 from preheat.verify.identity import read_proof
+from preheat.verify.replay import read_receipts
 from preheat.warmup.store import RECORD, Store
 from preheat.warmup.traffic import solved
 
@@ -95,11 +103,12 @@ def test_a_file_that_tells_no_size_has_a_limit_too() -> None:
         read_file("/proc/self/maps", most=10)
 
 
-def test_a_pipe_of_the_shell_is_read(tmp_path: Path) -> None:
+def test_a_pipe_of_the_shell_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     """A pipe of the shell is read if only the command line names it.
 
-    It has a limit too.
+    It has limits too: of its size, and of the time that it is silent.
     """
+    monkeypatch.setattr(files, "PIPE_SECONDS", 0.01)
     for most, fits in ((100, True), (5, False)):
         reading, writing = os.pipe()
         os.write(writing, b"port: 1\n")
@@ -110,6 +119,24 @@ def test_a_pipe_of_the_shell_is_read(tmp_path: Path) -> None:
             with pytest.raises(OSError, match="larger than"):
                 read_given(f"/dev/fd/{reading}", most=most)
         os.close(reading)
+    reading, writing = os.pipe()
+    with pytest.raises(OSError, match="nothing came through the pipe"):
+        read_given(f"/dev/fd/{reading}")
+    os.close(reading)
+    os.close(writing)
+
+
+def test_outputs_never_wait_for_a_reader(top: Path) -> None:
+    for write in (write_output, lambda path, _: check_folder("--html", str(path))):
+        with pytest.raises((OSError, SettingsError), match="pipe"):
+            write(top / "pipe", "x")
+    with pytest.raises(SettingsError, match="pipe that nobody reads"), answers_to(str(top / "pipe"), ()):
+        pass
+    with pytest.raises(OSError, match="not a regular file"):
+        write_whole(top / "zero", b"x")
+    write_output(top / "plain", "xy")
+    write_output("/dev/null", "x")
+    assert (top / "plain").read_bytes() == b"xy" and (top / "zero").is_char_device()
 
 
 @pytest.mark.parametrize("text", ["[" * 100_000, '{"a": ' * 100_000, "[]", "{", "1" * 5000, "\ud800", "\xff"])
@@ -147,6 +174,12 @@ READERS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "scales": ("quant.json", lambda path: read_inc(str(path))),
     "traffic": ("record.json", solved),
     "a digest": ("record.json", _proof),
+    "options": ("options.yaml", lambda path: Settings.load({"config": str(path)})),
+    "a log's settings": ("log.json", lambda path: log_as(str(path))),
+    "prompts": ("prompts.txt", lambda path: list(given_prompts([], str(path)))),
+    "receipts": ("receipts.jsonl", lambda path: read_receipts(str(path))),
+    "answers of an earlier boot": ("golden.json", lambda path: read_golden(str(path))),
+    "scales of a plan": ("quant.json", lambda path: planned(Settings(quantization="inc", quant_config=str(path)))),
 }
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from preheat.errors import SettingsError
 from preheat.settings import OPTIONS, Settings
-from preheat.utils.files import shown
+from preheat.utils.files import is_shells_pipe, shown
 from preheat.utils.log import printable
 from preheat.utils.options import Option, add_flags
 
@@ -51,6 +51,8 @@ def check_folder(flag: str, path: str | None) -> None:
         why = "its folder does not exist; create it, or name another file"
     elif path is not None and not os.access(path if Path(path).exists() else Path(path).absolute().parent, os.W_OK):
         why = "it cannot be written: name another file"
+    elif path is not None and Path(path).is_fifo() and not is_shells_pipe(path):
+        why = "it is a pipe: name a file"
     if why:
         raise SettingsError(f"{flag} {shown(path or '')}: {why}")
 

@@ -15,6 +15,7 @@ from preheat.errors import PreheatError
 from preheat.plan import commands as plan_commands
 from preheat.settings import OPTIONS
 from preheat.transport import InlineTransport
+from preheat.utils.files import shown, write_output
 from preheat.utils.log import printable, set_up_logging
 from preheat.verify.given import check_ids, check_texts
 
@@ -86,9 +87,9 @@ def run_warm(values: dict[str, Any]) -> int:
     print(json_text.decode() if as_json else printable(describe(record)))
     if html is not None:
         try:
-            Path(html).write_text(render(record), encoding="utf-8")
+            write_output(html, render(record))
         except OSError as error:
-            raise PreheatError(f"cannot write {html}: {error.strerror}") from None
+            raise PreheatError(f"cannot write {shown(html)}: {error.strerror}") from None
     return FAILURE if record.states["failed"] else 0
 
 

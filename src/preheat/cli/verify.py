@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,6 +10,7 @@ import msgspec
 from preheat.cli.common import ENGINE_OPTIONS, FAILURE, add_command, check_folder, load, say
 from preheat.cli.prompts import given_prompts
 from preheat.settings import Settings
+from preheat.utils.files import write_output
 from preheat.utils.log import set_up_logging
 from preheat.verify import command as verify_command
 from preheat.verify.command import Asked
@@ -178,7 +178,7 @@ def run_diff(values: dict[str, Any]) -> int:
         names = [f"{settings.model}{f', adapter {name}' if name else ''}" for name in adapters]
         names[1] += f", with {text}" if text else ""
         text = diff_page.render(found, (names[0], names[1]), verify_command.decoder(settings))
-        Path(page).write_text(text, encoding="utf-8")
+        write_output(page, text)
         say(f"The report is in {page}")
     return 0
 

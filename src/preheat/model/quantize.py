@@ -8,11 +8,10 @@ from collections.abc import Mapping
 from typing import NamedTuple
 
 from preheat.backends.base.facts import Facts
-from preheat.errors import SettingsError
 from preheat.model import inc
 from preheat.model.formats import FORMATS, LinearFormat
 from preheat.model.formats_inc import Inc
-from preheat.model.kv_scales import attention_module, with_scales
+from preheat.model.rounded import rounded
 from preheat.model.specs import ModelSpec
 from preheat.settings import Settings
 
@@ -32,22 +31,10 @@ def quantize(settings: Settings, spec: ModelSpec, facts: Facts) -> tuple[ModelSp
 
     The backend has these ``facts``.
     """
-    if settings.quantization != "inc" or settings.quant_config is None:
+    found = rounded(settings, spec, facts)
+    if found is None:
         return spec, Quantized(FORMATS, {})
-    config = inc.read_config(settings.quant_config)
-    if config.mode == "MEASURE":
-        raise SettingsError(
-            f"{config.path} is for measuring: run preheat calibrate with it, then name the file of mode QUANTIZE",
-            param="quant_config",
-        )
-    ranges = inc.read_ranges(config) if config.method not in inc.WITHOUT_RANGES else {}
-    inc.warn_of_device(config, facts.name)
-    scales = inc.linear_scales(config, spec, ranges)
-    kernel = facts.quantized.get(inc.SCHEME.kind)
-    spec = inc.with_inc(spec, scales, coded=kernel is not None and kernel.keeps_codes)
-    if settings.kv_cache_dtype == "fp8_inc":
-        modules = [attention_module(each) for each in spec.attentions]
-        spec = with_scales(spec, inc.cache_scales(config, modules, ranges))
+    spec, config, scales = found
     text = json.dumps([config.method, config.traits, sorted(scales.items())])
     numerics = {"inc": hashlib.blake2b(text.encode(), digest_size=8).hexdigest()}
     return spec, Quantized({**FORMATS, inc.FORMAT: Inc(config, scales)}, numerics)

@@ -13,11 +13,12 @@ import tempfile
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 import msgspec
 
 from preheat.errors import PreheatError, SettingsError
-from preheat.utils.files import open_file, shown, why_unread
+from preheat.utils.files import open_file, output_file, shown, why_unread
 
 PARTIAL = ".partial"
 
@@ -74,7 +75,7 @@ def answers_to(path: str | None, asked: Collection[str], *, resume: bool = False
     if target is None or _is_stream(target):
         if resume:
             raise SettingsError("--resume needs --output-file, and a regular file there", param="output_file")
-        with open(sys.stdout.fileno() if target is None else target, "wb", 0, closefd=target is not None) as stream:
+        with open(sys.stdout.fileno(), "wb", 0, closefd=False) if target is None else _opened(target) as stream:
             yield Answers(stream.fileno(), len(asked))
         return
     partial = target.with_name(target.name + PARTIAL)
@@ -91,6 +92,13 @@ def answers_to(path: str | None, asked: Collection[str], *, resume: bool = False
         os.close(file)
         if empty:
             partial.unlink(missing_ok=True)
+
+
+def _opened(target: Path) -> BinaryIO:
+    try:
+        return output_file(target)
+    except OSError as error:
+        raise SettingsError(f"--output-file {shown(target)}: {why_unread(error)}", param="output_file") from None
 
 
 def _is_stream(target: Path) -> bool:

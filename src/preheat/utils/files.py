@@ -11,8 +11,10 @@ import errno
 import fcntl
 import json
 import os
+import select
 import stat
 import tempfile
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -24,6 +26,10 @@ CONFIG_BYTES = 16 << 20
 TABLE_BYTES = 512 << 20
 """Most bytes that are read of a tokenizer, of an index of tensors or of a record."""
 
+PIPE_SECONDS = 30.0
+"""Longest silence of the command that writes to a shell's pipe."""
+
+_PIECE_BYTES = 1 << 16
 _KINDS = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a pipe", stat.S_IFSOCK: "a socket"}
 _PATH_SHOWN = 200
 
@@ -76,14 +82,53 @@ def read_file(path: str | Path, below: str | Path | None = None, *, most: int = 
 
 
 def read_given(path: str, *, most: int = CONFIG_BYTES) -> str:
-    """Return the text in a file that the command line names, or in a shell's pipe."""
-    if "\0" in path or not stat.S_ISFIFO(os.stat(path).st_mode):
+    """Return the text in a file that the command line names, or in a pipe that the shell has opened.
+
+    A pipe with a name is refused, as it may have no writer. Raises OSError if the writer of a shell's pipe is silent
+    for :data:`PIPE_SECONDS`.
+    """
+    if "\0" in path or not is_shells_pipe(path):
         return read_text(path, most=most)
-    with open(path, "rb") as pipe:
-        data = pipe.read(most + 1)
-    if len(data) > most:
-        raise _too_large(path, most)
-    return data.decode("utf-8-sig")
+    data = bytearray()
+    with open(path, "rb", 0) as pipe:
+        while select.select([pipe], [], [], PIPE_SECONDS)[0]:
+            if not (piece := pipe.read(_PIECE_BYTES)):
+                return data.decode("utf-8-sig")
+            data += piece
+            if len(data) > most:
+                raise _too_large(path, most)
+    raise OSError(errno.ETIMEDOUT, f"nothing came through the pipe for {PIPE_SECONDS:g} s", shown(path))
+
+
+def is_shells_pipe(path: str) -> bool:
+    """Return whether the path of an open file, as of ``<(...)``, leads to a pipe without a name."""
+    return stat.S_ISFIFO(os.stat(path).st_mode) and not os.path.exists(os.path.realpath(path))
+
+
+def output_file(path: str | Path) -> BinaryIO:
+    """Open ``path``, which the command line names, to be written from its beginning: a file, a device or a pipe.
+
+    A pipe without a reader is refused, since opening it might wait for ever.
+    """
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC | os.O_NONBLOCK
+    try:
+        descriptor = os.open(path, flags, 0o666)
+    except ValueError as error:
+        raise OSError(errno.EINVAL, f"it cannot be a path: {error}", shown(path)) from None
+    except OSError as error:
+        if error.errno != errno.ENXIO:
+            raise
+        raise OSError(errno.ENXIO, "it is a pipe that nobody reads, or a socket", shown(path)) from None
+    os.set_blocking(descriptor, True)
+    return os.fdopen(descriptor, "wb", 0)
+
+
+def write_output(path: str | Path, text: str) -> None:
+    """Write ``text`` to ``path``, opened by :func:`output_file`."""
+    with output_file(path) as file:
+        data = memoryview(text.encode())
+        while data:
+            data = data[file.write(data) :]
 
 
 def new_file(path: str | Path) -> BinaryIO:
@@ -169,7 +214,9 @@ def folder_below(root: str | Path, path: str | Path, *files: str) -> tuple[Path,
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Replace ``path`` atomically."""
+    """Replace ``path`` atomically. A pipe or a device is no file that can be replaced: it is refused."""
+    with suppress(FileNotFoundError):
+        _check(os.stat(path), path, None)
     with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as file:
         try:
             file.write(data)
