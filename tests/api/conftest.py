@@ -15,7 +15,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +24,7 @@ from tokenizers import AddedToken
 
 from benchmarks.common.ports import free_port
 from tests import shared_code
+from tests.forked import Forked, Forks
 from tests.tokenizers import byte_level
 
 SERVE = """
@@ -66,10 +67,11 @@ class Answer:
 
 @dataclass
 class Server:
-    process: subprocess.Popen[bytes]
+    process: subprocess.Popen[bytes] | Forked
     port: int
     model: str
     log: Path | None = None
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def url(self) -> str:
@@ -155,6 +157,23 @@ def code_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
+FORKS = Forks("preheat.server.app", "tests.api.scripted", process=Forked)
+"""Forks the processes of servers. Their engines start as in production."""
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _forked_servers() -> Iterator[None]:
+    yield
+    FORKS.close()
+
+
+def start(command: list[str], environment: dict[str, str], errors: int | None) -> subprocess.Popen[bytes] | Forked:
+    """Start ``python -c`` with ``command``: fork it from a process that has imported the server."""
+    if FORKS.fit(environment):
+        return FORKS.run(*command, environment=environment, errors=2 if errors is None else errors)
+    return subprocess.Popen([sys.executable, "-c", *command], env=environment, stderr=errors)
+
+
 @contextlib.contextmanager
 def serving(
     model: str,
@@ -173,16 +192,16 @@ def serving(
     """
     port = options.get("port") or free_port()
     settings = {"model": model, "port": port, "log_level": "warning", **({} if engine else ENGINES), **options}
-    command = [sys.executable, "-c", SERVE, json.dumps(settings), *([engine] if engine else [])]
+    command = [SERVE, json.dumps(settings), *([engine] if engine else [])]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), str(ROOT / "src")])}
     if watch is not None:
         environment["LOOP_WATCH"] = str(watch)
     if descriptors is not None:
-        command = ["sh", "-c", f'ulimit -n {descriptors}; exec "$@"', "sh", *command]
+        command[0] = f"import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, 2 * ({descriptors},))\n{SERVE}"
     with contextlib.ExitStack() as opened:
-        stderr = opened.enter_context(log.open("wb")) if log else None
-        process = subprocess.Popen(command, env=environment, stderr=stderr)
-    server = Server(process, port, model, log)
+        errors = opened.enter_context(log.open("wb")).fileno() if log else None
+        process = start(command, environment, errors)
+    server = Server(process, port, model, log, settings)
     try:
         if wait:
             server.wait_until_ready()
