@@ -26,7 +26,7 @@ from typing import Generic, TypeVar
 
 from preheat.utils.gc import keep_imports, paused
 
-OWN = ("PREHEAT_", "PYTEST_", "PYTHONPATH", "LOOP_WATCH")
+OWN = ("PREHEAT_", "PYTEST_", "PYTHONPATH", "PATH", "LOOP_WATCH")
 """Beginnings of variables that no import reads: a forked process may have others."""
 
 MOST_BYTES = 1 << 17

@@ -17,6 +17,8 @@ from preheat.model.quantization import ONLINE
 from preheat.model.quantization_methods import METHODS
 from preheat.settings import OPTIONS
 from preheat.utils.vllm_flags import FOREIGN, SHORT
+from tests import shared_code
+from tests.forked import Forked, Forks
 from tests.meta.source import PACKAGE, ROOT
 from tools import gen_architectures_doc, gen_models_doc, gen_quantization_doc, gen_vllm_doc
 from tools.gen_settings_doc import BEGIN, END, render, with_tables
@@ -210,23 +212,42 @@ def anchors(path: Path) -> set[str]:
     return {re.sub(r"[^\w -]", "", head.lower()).replace(" ", "-") for head in heads} | set(ANCHOR.findall(text))
 
 
+@pytest.fixture(scope="session")
+def forks():
+    """Fork processes from one that has imported the engine: imports take longer than an example."""
+    forks = Forks("preheat.llm", "preheat.boot", "preheat.backends.cpu.backend", process=Forked)
+    yield forks
+    forks.close()
+
+
+@pytest.fixture(scope="session")
+def variables(tmp_path_factory):
+    """Return the environment of the examples, with a cache that has the machine code of other tests."""
+    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
+    cache = str(shared_code.folder_of(tmp_path_factory))
+    return {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1", "PREHEAT_CACHE_DIR": cache}
+
+
 @pytest.mark.parametrize("path", [path for path in DOCS if blocks(path, "python")], ids=lambda path: path.name)
-def test_python_examples_run(path, tmp_path):
+def test_python_examples_run(path, tmp_path, variables, forks, monkeypatch):
     if path.name == "ray.md":
         pytest.importorskip("ray", reason="Ray is not installed: pip install preheat[ray]")
-    done = run([sys.executable, "-c", blocks(path, "python")], tmp_path)
-    assert done.returncode == 0, done.stderr
+    monkeypatch.chdir(tmp_path)
+    with (tmp_path / "errors").open("w+") as errors:
+        if forks.fit(variables):
+            started = forks.run(blocks(path, "python"), environment=variables, errors=errors.fileno())
+        else:
+            started = subprocess.Popen([sys.executable, "-c", blocks(path, "python")], env=variables, stderr=errors)
+        try:
+            assert started.wait(120) == 0, (tmp_path / "errors").read_text()
+        finally:
+            started.kill()
 
 
 @pytest.mark.parametrize("path", [path for path in DOCS if blocks(path, "sh")], ids=lambda path: path.name)
-def test_shell_examples_run(path, tmp_path):
-    done = run(["sh", "-eu", "-c", blocks(path, "sh")], tmp_path)
+def test_shell_examples_run(path, tmp_path, variables):
+    done = subprocess.run(
+        ["sh", "-eu", "-c", blocks(path, "sh")], check=False, cwd=tmp_path, env=variables, stdin=subprocess.DEVNULL,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
     assert done.returncode == 0, done.stderr
-
-
-def run(command: list[str], folder: Path) -> subprocess.CompletedProcess[str]:
-    path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
-    env = {**os.environ, "PATH": path, "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command, check=False, cwd=folder, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=120
-    )
