@@ -143,12 +143,14 @@ def _answers(settings: Settings) -> AnswerCache | None:
 
 
 def _receipts(settings: Settings) -> Receipts:
-    """Return how answers get receipts. Raises SettingsError if the log cannot be written."""
+    """Return how answers get receipts. Raises SettingsError if the log cannot be written, or would stay empty."""
     lacking = ""
     try:
         check_features(traits_of(settings) | {"receipts"}, {settings.device: facts_of(settings.device).lacks})
     except SettingsError as error:
         lacking = error.message
+    if lacking and settings.receipts_log is not None:
+        raise SettingsError(f"receipts_log would stay empty: {lacking}", param="receipts_log")
     log = None if settings.receipts_log is None else ReceiptLog(settings.receipts_log)
     return Receipts(always=settings.receipts, lacking=lacking, log=log)
 

@@ -20,7 +20,7 @@ from preheat.frontend.receipt import Receipt, chain_of
 from preheat.frontend.receipt_log import KEPT, ReceiptLog
 from preheat.ops.digest import row_digests
 from preheat.settings import Settings
-from preheat.startup import boot_engine
+from preheat.startup import boot_engine, boot_front
 from preheat.verify import replay
 from preheat.verify.drive import Engine
 
@@ -223,6 +223,8 @@ def test_the_log_rotates_and_keeps_eight_files(tmp_path: Path) -> None:
     assert found == list(range(40))[-len(found):] and len(found) > 10  # fmt: skip
     with pytest.raises(SettingsError, match="receipts_log /proc/none/r cannot be written"):
         ReceiptLog("/proc/none/r")
+    with pytest.raises(SettingsError, match="receipts_log would stay empty: .*embeddings"):
+        boot_front(Settings(receipts_log=str(tmp_path / "r"), enable_prompt_embeds=True), lambda _: None)
 
 
 def test_a_full_disk_is_counted_and_a_cut_line_is_skipped(

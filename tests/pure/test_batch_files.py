@@ -71,7 +71,13 @@ def test_forms_beyond_the_limits_are_refused():
     for more in ({"a": "x" * (FIELD_BYTES + 1)}, {str(n): "" for n in range(17)}):
         with pytest.raises(InvalidRequest):
             whole(*encoded(b"", more))
-    for wrong in ("application/json", "multipart/form-data", "", "multipart/form-data; boundary="):
+    for wrong in (
+        "application/json",
+        "multipart/form-data",
+        "",
+        "multipart/form-data; boundary=",
+        f"multipart/form-data; boundary={'x' * 300}",
+    ):
         with pytest.raises(InvalidRequest):
             whole(body, wrong)
 

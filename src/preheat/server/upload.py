@@ -49,7 +49,10 @@ class Form:
             "on_header_field": self._header_name, "on_header_value": self._header_value,
             "on_header_end": self._header_end, "on_headers_finished": self._headers_end, "on_end": self._all,
         }  # fmt: skip
-        self._parser = MultipartParser(options[b"boundary"], callbacks)  # type: ignore[arg-type]
+        try:
+            self._parser = MultipartParser(options[b"boundary"], callbacks)  # type: ignore[arg-type]
+        except FormParserError as error:
+            raise InvalidRequest(f"The body is not a form: {error}") from None
 
     def feed(self, data: bytes) -> None:
         """Parse the next bytes of the body."""
