@@ -223,7 +223,7 @@ def test_the_log_rotates_and_keeps_eight_files(tmp_path: Path) -> None:
     assert found == list(range(40))[-len(found):] and len(found) > 10  # fmt: skip
     with pytest.raises(SettingsError, match="receipts_log /proc/none/r cannot be written"):
         ReceiptLog("/proc/none/r")
-    with pytest.raises(SettingsError, match="receipts_log would stay empty: .*embeddings"):
+    with pytest.raises(SettingsError, match=r"receipts_log would stay empty: .*embeddings"):
         boot_front(Settings(receipts_log=str(tmp_path / "r"), enable_prompt_embeds=True), lambda _: None)
 
 

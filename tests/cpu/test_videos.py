@@ -146,6 +146,8 @@ REFUSED = {
     "no list": ({"type": "video", "video": "x"}, "a list of frames"),
     "far too many": ({"type": "video_url", "video_url": {"url": "data:video/jpeg;base64," + "," * 800}}, "at most 768"),
     "no rate": ({"type": "video", "video": FRAMES[:2], "fps": -1.0}, "fps of a video"),
+    "no frame a second": ({"type": "video", "video": FRAMES[:2], "fps": 0}, "fps of a video"),
+    "endless times": ({"type": "video", "video": FRAMES[:2], "fps": 1e-300}, "fps of a video"),
 }
 
 

@@ -21,6 +21,9 @@ FRAMES = 2
 FPS = 2.0
 """Frames of a second, unless the client says another number: the rate of the families' video processor."""
 
+LEAST_FPS = 1e-6
+"""Fewest frames of a second, one in eleven days: times of still fewer would be endless texts."""
+
 MOST_FRAMES = 768
 """Most frames of a video: the bound of the families' video processor."""
 
@@ -48,8 +51,8 @@ def frames_of(part: Mapping[str, Any]) -> tuple[list[str], list[Frames]]:
             "image",
             param="messages",
         )
-    if not (type(fps) in (int, float) and 0 < fps < math.inf):
-        raise InvalidRequest(f"fps of a video must be a number above 0, got {fps!r}", param="messages")
+    if not (type(fps) in (int, float) and LEAST_FPS <= fps < math.inf):
+        raise InvalidRequest(f"fps of a video must be a number of {LEAST_FPS:g} or more, got {fps!r}", param="messages")
     last = len(given) - 1
     pairs = [(at, min(at + 1, last)) for at in range(0, len(given), FRAMES)]
     times = [f"<{(first / fps + second / fps) / 2:.1f} seconds>" for first, second in pairs]
@@ -62,7 +65,7 @@ def _given(part: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
         frames = part.get("video")
         if not isinstance(frames, list | tuple):
             raise InvalidRequest(f"A part of type 'video' needs a list of frames: {_SEND}", param="messages")
-        return frames, part.get("fps") or FPS
+        return frames, _rate(part)
     given = part.get("video_url")
     url = given.get("url") if isinstance(given, Mapping) else None
     if not isinstance(given, Mapping) or not isinstance(url, str):
@@ -74,7 +77,12 @@ def _given(part: Mapping[str, Any]) -> tuple[Sequence[Any], Any]:
     count = url.count(",")
     if count > MOST_FRAMES:
         raise InvalidRequest(f"A video has at most {MOST_FRAMES} frames, and this one has {count}", param="messages")
-    return [f"data:image/jpeg;base64,{each}" for each in url[len(_JPEGS) :].split(",")], given.get("fps") or FPS
+    return [f"data:image/jpeg;base64,{each}" for each in url[len(_JPEGS) :].split(",")], _rate(given)
+
+
+def _rate(part: Mapping[str, Any]) -> Any:
+    fps = part.get("fps")
+    return FPS if fps is None else fps
 
 
 @dataclass(frozen=True, kw_only=True)
