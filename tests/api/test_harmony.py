@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 
-import anthropic
 import pytest
 from openai import OpenAI
 from tokenizers import AddedToken
@@ -71,6 +70,8 @@ def test_a_chat_without_tools(client: OpenAI) -> None:
 
 
 def test_responses_and_messages(client: OpenAI, harmony: Server) -> None:
+    import anthropic  # here: it takes seconds, and most processes of a run need it never
+
     tool = {"type": "function", **TOOL["function"]}
     items = client.responses.create(model="m", input=SAID, tools=[tool]).output
     assert [item.type for item in items] == ["reasoning", "message", "function_call"]

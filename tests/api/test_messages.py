@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import anthropic
 import pytest
 
 from tests.api.conftest import Server, serving
+
+if TYPE_CHECKING:
+    import anthropic
 
 TOOL = {"name": "weather", "input_schema": {"type": "object", "properties": {"city": {"type": "string"}}}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
@@ -18,6 +20,8 @@ ALL = "<think>Well.</think>Let me see." + CALL
 
 @pytest.fixture(scope="module")
 def client(talker: Server) -> Iterator[anthropic.Anthropic]:
+    import anthropic  # here: it takes seconds, and most processes of a run need it never
+
     with anthropic.Anthropic(base_url=talker.url, api_key="none", max_retries=0, timeout=60) as client:
         yield client
 
@@ -98,6 +102,8 @@ def test_thinking_is_switched_on(client: anthropic.Anthropic, thinking: Any) -> 
 
 
 def test_the_clients_own_loop_of_tools(client: anthropic.Anthropic) -> None:
+    import anthropic
+
     called = []
 
     @anthropic.beta_tool
@@ -121,6 +127,8 @@ def test_an_answer_that_fills_the_context_says_so(tools_folder: Path) -> None:
 
     Clients send the max_tokens of their own models.
     """
+    import anthropic
+
     engine = "tests.api.scripted:run_short_engine"
     with (
         serving(str(tools_folder), engine=engine, served_model_name=["m"]) as server,
@@ -138,6 +146,8 @@ def test_an_answer_that_fills_the_context_says_so(tools_folder: Path) -> None:
 
 
 def test_errors_have_its_shape(client: anthropic.Anthropic, folder: Path) -> None:
+    import anthropic
+
     with pytest.raises(anthropic.BadRequestError) as error:
         ask(client, "x", extra_body={"top_k": -5})
     assert error.value.body["error"]["type"] == "invalid_request_error" and "top_k" in error.value.message

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from safetensors.torch import save_file
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from tests.tokenizers import byte_level
+
+if TYPE_CHECKING:
+    from transformers import LlamaForCausalLM
 
 VOCAB, DRAFT_VOCAB, HIDDEN, LAYERS = 320, 128, 32, 6
 HEADS, KV_HEADS, DIM, INNER, EPS, THETA = 2, 1, 16, 48, 1e-5, 10000.0
@@ -32,6 +34,11 @@ CONFIG: dict[str, Any] = {
 
 def save_target(folder: Path, seed: int = 0) -> LlamaForCausalLM:
     """Write a random model of six layers with a tokenizer."""
+    from transformers import (  # here: it takes seconds, and most processes of a run need it never
+        LlamaConfig,
+        LlamaForCausalLM,
+    )
+
     torch.manual_seed(seed)
     config = LlamaConfig(
         vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=INNER, num_hidden_layers=LAYERS,

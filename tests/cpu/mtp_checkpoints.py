@@ -8,10 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers.modeling_layers import MtpModel
 
 from tests.cpu.checkpoints import SMALL, Model, draw_weights
 
@@ -58,6 +56,9 @@ def save_with_layer(
 
     ``change(model, layer)`` may edit the weights, and ``fields`` are further fields of the config.
     """
+    import transformers  # here: it takes seconds, and most processes of a run need it never
+    from transformers.modeling_layers import MtpModel
+
     family, changes = model
     torch.manual_seed(0)
     kind = getattr(transformers, f"{family}ForCausalLM")

@@ -15,7 +15,6 @@ from itertools import count
 
 import pytest
 import torch
-import transformers
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -36,6 +35,8 @@ MAX_RANK = 16
 
 def model_of(name):
     """Return a small model and its spec."""
+    import transformers  # here: it takes seconds, and most processes of a run need it never
+
     family, changes = MODELS[name]
     kind = getattr(transformers, f"{family}ForCausalLM")
     config = kind.config_class(**SMALL | changes | {"num_hidden_layers": 2, "layer_types": None, "vocab_size": 40})
@@ -449,6 +450,8 @@ def test_stacks_that_do_not_fit_are_refused(tmp_path):
 
 
 def test_modules_are_found_by_names_of_code_and_checkpoint(tmp_path):
+    import transformers
+
     save_llava(tmp_path / "base")
     model = transformers.LlavaForConditionalGeneration.from_pretrained(tmp_path / "base")
     spec = read_spec(json.loads((tmp_path / "base" / "config.json").read_text()))

@@ -7,8 +7,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from compressed_tensors.compressors.mx_utils import decompress_mx_scale
-from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
 from safetensors.torch import load_file, save_file
 
 from preheat.backends.cpu.backend import CpuBackend
@@ -26,6 +24,8 @@ BYTES = torch.arange(256, dtype=torch.int32).to(torch.uint8).view(8, 32)
 
 
 def test_codes_are_twice_the_numbers_of_the_library() -> None:
+    from compressed_tensors.compressors.nvfp4.helpers import unpack_fp4_from_uint8
+
     right = unpack_fp4_from_uint8(BYTES, 8, 64, dtype=torch.float32)
     assert torch.equal(fp4.unpacked(BYTES) / 2, right)
 
@@ -38,6 +38,8 @@ def test_codes_are_packed_without_loss() -> None:
 
 def test_exponents_are_exact_powers_halved() -> None:
     """The library's powers are bfloat16, which has no number for the least exponent's half."""
+    from compressed_tensors.compressors.mx_utils import decompress_mx_scale
+
     exponents = torch.arange(255, dtype=torch.int32).to(torch.uint8)
     assert torch.equal(fp4.powers(exponents)[1:] * 2, decompress_mx_scale(exponents)[1:].float())
     assert fp4.powers(exponents)[0] == 2.0**-128

@@ -12,7 +12,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from safetensors.torch import load_file, save_file
 
 from preheat.backends.cpu.lowrank import SlotTable
@@ -65,6 +64,7 @@ def folder(tmp_path_factory) -> Path:
 
 def save_adapter(base: Path, folder: Path, config: dict[str, Any], seed: int) -> None:
     import peft  # here: it takes seconds, and most processes of a run need it never
+    import transformers
 
     torch.manual_seed(seed)
     model = peft.get_peft_model(
@@ -80,6 +80,7 @@ def save_adapter(base: Path, folder: Path, config: dict[str, Any], seed: int) ->
 @cache
 def reference(base: Path, adapter: Path | None) -> Any:
     import peft
+    import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(base, attn_implementation="eager")
     return (model if adapter is None else peft.PeftModel.from_pretrained(model, adapter)).eval()
@@ -89,6 +90,7 @@ def reference(base: Path, adapter: Path | None) -> Any:
 def merged(folder: Path, name: str) -> Any:
     """Return the model with an adapter merged into its weights, in float64."""
     import peft
+    import transformers
 
     base = transformers.AutoModelForCausalLM.from_pretrained(folder / "base", attn_implementation="eager").double()
     return peft.PeftModel.from_pretrained(base, folder / name).double().merge_and_unload().eval()

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from compressed_tensors.utils.match import is_match
 from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
@@ -127,6 +126,10 @@ NAMES = [
 
 @given(st.lists(st.sampled_from(NAMES), max_size=3), st.sampled_from(NAMES))
 def test_patterns_of_names_match_as_in_the_library(ignored: list[str], target: str) -> None:
+    from compressed_tensors.utils.match import (
+        is_match,  # here: it takes seconds, and most processes of a run need it never
+    )
+
     linear = torch.nn.Linear(1, 1)
     others = ["re:.*(q|k|v|gate|up)_proj", "lm_head"]
     config = ct(ignore=[*ignored, *others], targets=[target])

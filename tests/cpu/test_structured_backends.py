@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from importlib.util import find_spec
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from tests.cpu.structured import held, problem, problems, random_llm, texts, wri
 from tests.schemas import REFUSED, closed, corpus
 from tests.tokenizers import sentencepiece
 
-pytest.importorskip("xgrammar")
+pytestmark = pytest.mark.skipif(find_spec("xgrammar") is None, reason="xgrammar is not installed")
 
 
 @pytest.fixture(scope="module", params=["guidance", "xgrammar"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from importlib.util import find_spec
 from typing import Any
 
 import numpy as np
@@ -17,7 +18,7 @@ from preheat.grammar.xgrammar import XGrammar
 from preheat.utils.structured import StructuredOutputsConfig
 from tests.tokenizers import byte_level
 
-pytest.importorskip("xgrammar")
+pytestmark = pytest.mark.skipif(find_spec("xgrammar") is None, reason="xgrammar is not installed")
 
 END = 1
 
