@@ -96,17 +96,18 @@ class Forks(Generic[Process]):
         return variables(environment) == self._variables
 
     def run(
-        self, code: str, *arguments: str, environment: dict[str, str], errors: int = 2, more: Sequence[int] = ()
-    ) -> Process:
+        self, code: str, *arguments: str, environment: dict[str, str],
+        out: int = 1, errors: int = 2, more: Sequence[int] = (),
+    ) -> Process:  # fmt: skip
         """Run ``code`` as ``python -c`` does, in a session of its own, and return the process.
 
-        ``errors`` is the descriptor of its standard error. The numbers of ``more`` descriptors are its last arguments.
+        ``out`` and ``errors`` are the descriptors of its output. The numbers of ``more`` are its last arguments.
         """
         assert self._line is not None
         status, reported = Pipe(duplex=False)
         message = json.dumps([code, arguments, environment, os.getcwd()])
         with reported:
-            socket.send_fds(self._line, [message.encode()], [reported.fileno(), 1, errors, *more])
+            socket.send_fds(self._line, [message.encode()], [reported.fileno(), out, errors, *more])
         return self._as(status.recv(), status)
 
     def _begin(self) -> None:

@@ -11,11 +11,14 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from preheat.model.files import BUNDLED_PATH
+from tests.api.conftest import FORKS
+from tests.forked import Forked, Forks
 
 ENV = os.environ | {"PREHEAT_SKIP_WARMUP": "0", "PREHEAT_BOOT_CHECK": "off"}
 
@@ -54,6 +57,29 @@ def preheat(*words: str) -> subprocess.CompletedProcess[str]:
     )
 
 
+@pytest.fixture(scope="module")
+def forks() -> Iterator[dict[str, Forks[Forked]]]:
+    """Return what forks the process of each command. Imports take ``generate`` longer than a failed start."""
+    engine = Forks("preheat.llm", "preheat.boot", "preheat.backends.cpu.backend", process=Forked)
+    yield {"serve": FORKS, "generate": engine}
+    engine.close()
+
+
+def forked(forks: Forks[Forked], folder: Path, *words: str) -> tuple[int | None, str, str]:
+    """Return the status, the output and the errors of a command in a forked process."""
+    code = "import sys; from preheat.__main__ import main; sys.exit(main())"
+    if not forks.fit(ENV):
+        done = preheat(*words)
+        return done.returncode, done.stdout, done.stderr
+    with (folder / "out").open("w") as out, (folder / "errors").open("w") as errors:
+        started = forks.run(code, *words, environment=ENV, out=out.fileno(), errors=errors.fileno())
+    try:
+        status = started.wait(120)
+    finally:
+        started.kill()
+    return status, (folder / "out").read_text(), (folder / "errors").read_text()
+
+
 BROKEN = {
     "7 attention heads cannot share 2": {"config_json": {"num_attention_heads": 7}},
     "rope_scaling must be an object": {"config_json": {"rope_scaling": "yes"}},
@@ -68,12 +94,15 @@ BROKEN = {
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
 @pytest.mark.parametrize("message", BROKEN)
-def test_a_broken_model_fails_the_start_in_one_line(command: str, message: str, tmp_path: Path) -> None:
-    model = str(variant(tmp_path, **BROKEN[message]))
+def test_a_broken_model_fails_the_start_in_one_line(
+    command: str, message: str, tmp_path: Path, forks: dict[str, Forks[Forked]]
+) -> None:
+    (tmp_path / "model").mkdir()
+    model = str(variant(tmp_path / "model", **BROKEN[message]))
     words = ["--port", "0"] if command == "serve" else ["--prompt", "x"]
-    done = preheat(command, "--model", model, *words, "--log-level", "warning")
-    assert done.returncode == 1 and done.stdout == ""
-    (line,) = done.stderr.splitlines()
+    status, out, errors = forked(forks[command], tmp_path, command, "--model", model, *words, "--log-level", "warning")
+    assert status == 1 and out == ""
+    (line,) = errors.splitlines()
     assert line.startswith("preheat: error: ") and message in line
 
 
@@ -84,15 +113,18 @@ def test_the_log_at_debug_has_the_traceback(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
-def test_all_commands_report_a_wrong_setting_alike(command: str) -> None:
+def test_all_commands_report_a_wrong_setting_alike(
+    command: str, tmp_path: Path, forks: dict[str, Forks[Forked]]
+) -> None:
     """A wrong setting is found before a list of a billion blocks is made.
 
     The engine finds it, in a process of its own too.
     """
     words = ["--port", "0"] if command == "serve" else ["--prompt", "x"]
-    done = preheat(command, *words, "--num-gpu-blocks-override", "1000000000", "--log-level", "warning")
-    assert done.returncode == 2
-    (line,) = done.stderr.splitlines()
+    words += ["--num-gpu-blocks-override", "1000000000", "--log-level", "warning"]
+    status, _, errors = forked(forks[command], tmp_path, command, *words)
+    assert status == 2
+    (line,) = errors.splitlines()
     assert line.startswith("preheat: error: num_gpu_blocks_override 1000000000 takes ")
 
 
