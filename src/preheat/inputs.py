@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
 
 from preheat.errors import InvalidRequest
@@ -67,6 +67,13 @@ def images_of(data: dict[str, Any] | None) -> list[Any]:
         raise InvalidRequest(f"multi_modal_data holds {unknown[0]!r}, but only 'image' is supported", param="prompt")
     images = (data or {}).get("image")
     return list(images) if isinstance(images, list | tuple) else [] if images is None else [images]
+
+
+def text_of(prompt: Mapping[str, Any]) -> str | None:
+    """Return the text that a prompt in a dictionary is; None for one of token ids or embeddings."""
+    others = prompt.get("prompt_token_ids"), prompt.get("prompt_embeds")
+    text = prompt.get("prompt")
+    return text if isinstance(text, str) and others == (None, None) else None
 
 
 def parts_of(

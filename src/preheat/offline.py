@@ -42,7 +42,7 @@ from preheat.frontend.outputs import (
 from preheat.frontend.pairs import Pair
 from preheat.frontend.prompt_embeds import Embedded
 from preheat.frontend.request_state import CheckedParams, RequestState
-from preheat.inputs import Messages, Prompt, adapter_of_each, as_list, images_of, parts_of
+from preheat.inputs import Messages, Prompt, adapter_of_each, as_list, images_of, parts_of, text_of
 from preheat.transport import InlineTransport
 from preheat.utils.adapters import LoraModule
 from preheat.warmup.dummy_requests import EchoLoop
@@ -321,9 +321,10 @@ class OfflineClient:
         cut = truncate if own is None else own
         wanted = self.frontend.asked_of(pooling, cut, of_tokens=params.task == "token_embed")
         adapters, states = adapter_of_each(lora, len(prompts)), list[RequestState]()
+        encoded = self._encoded(prompts, [wanted.params] * len(prompts), adds)
         for place, prompt in enumerate(prompts):
             with naming_prompt(place, len(prompts)):
-                states.append(self._prepare(place, prompt, wanted, adds))
+                states.append(self._prepare(place, prompt, wanted, adds, encoded=encoded[place]))
         self._adapt(states, adapters)
         return states
 
@@ -419,9 +420,10 @@ class OfflineClient:
         if truncate is not None:
             params = [msgspec.structs.replace(own, truncate_prompt_tokens=truncate) for own in params]
         adapters, states = adapter_of_each(lora, count), list[RequestState]()
+        encoded = self._encoded(prompts, params, adds)
         for place, (prompt, own, rank) in enumerate(zip(prompts, params, ranks, strict=True)):
             with naming_prompt(place, count):
-                states.append(self._prepare(place, prompt, own, adds, rank))
+                states.append(self._prepare(place, prompt, own, adds, rank, encoded=encoded[place]))
             done()
         self._adapt(states, adapters)
         return states
@@ -457,6 +459,15 @@ class OfflineClient:
                 raise state.error
         self.finish()  # sends the cancels of sequences that ended on a stop string
 
+    def _encoded(
+        self, prompts: Sequence[Prompt | Pair], params: Sequence[SamplingParams], add_special_tokens: bool
+    ) -> list[list[int] | None]:
+        """Return the token ids of several texts or pairs, encoded together; None: the prompt is prepared alone."""
+        if len(prompts) < 2:
+            return [None] * len(prompts)
+        texts = [text_of(prompt) if isinstance(prompt, dict) else prompt for prompt in prompts]
+        return self.frontend.input.encode_all(texts, params, add_special_tokens=add_special_tokens, cap_length=True)
+
     def _prepare(
         self,
         index: int,
@@ -464,12 +475,14 @@ class OfflineClient:
         params: SamplingParams | CheckedParams,
         add_special_tokens: bool = True,
         priority: int = 0,
+        *,
+        encoded: list[int] | None = None,
     ) -> RequestState:
         given, more = (prompt, {}) if isinstance(prompt, Pair) else parts_of(prompt, self._embedded)
         more["images"] = self.frontend.load_images(images_of(more.pop("multi_modal_data", None)))
         return self.frontend.prepare(
             given, params, request_id=str(index), add_special_tokens=add_special_tokens, cap_length=True,
-            priority=priority, **more,
+            priority=priority, encoded=encoded, **more,
         )  # fmt: skip
 
     def _embedded(self, tensor: object) -> Embedded:

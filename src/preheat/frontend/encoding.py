@@ -6,7 +6,7 @@ it is done. So no text is encoded as a whole if it has more than about twice the
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from preheat.errors import ContextTooLong
@@ -21,6 +21,9 @@ _PIECE = 1 << 16
 
 _USUAL = 8
 """Characters per allowed token above which a text is measured first. Most texts have 3 to 5 per token."""
+
+TOGETHER = 1 << 19
+"""Characters of texts that are encoded together: a bound on the memory of encoders, and enough for many threads."""
 
 _SLACK = 2
 """Bound of the ratio between the tokens of a text's pieces and the tokens of the text."""
@@ -47,7 +50,7 @@ class TextBound:
     def encode(self, tokenizer: Tokenizer, text: str, add_special_tokens: bool) -> list[int]:
         """Return the token ids of ``text``. Refuse a text that is too long, mostly before it is encoded as a whole."""
         self.check(tokenizer, text)
-        if len(text) > _USUAL * self.most + _PIECE:
+        if self.measures(text):
             self._measure(tokenizer, text)
 
         def check_count(tokens: int) -> None:
@@ -56,6 +59,10 @@ class TextBound:
 
         return tokenizer.encode(text, add_special_tokens, check_count)
 
+    def measures(self, text: str) -> bool:
+        """Return whether ``text`` is so long that it is measured before it is encoded."""
+        return len(text) > _USUAL * self.most + _PIECE
+
     def _measure(self, tokenizer: Tokenizer, text: str) -> None:
         """Refuse ``text`` as soon as its pieces, one after another, have far too many tokens."""
         tokens = 0
@@ -63,6 +70,21 @@ class TextBound:
             tokens += tokenizer.count(text[start : start + _PIECE])
             if tokens >= _SLACK * (self.most + 1):
                 self.refuse(f"{len(text)} characters, more than {self.most} tokens")
+
+
+def in_groups(sizes: Iterable[int], most: int) -> list[list[int]]:
+    """Return the places of texts of ``sizes`` characters in groups, in order.
+
+    A group has at most ``most`` characters, or a single text.
+    """
+    groups, left = list[list[int]](), 0
+    for place, size in enumerate(sizes):
+        if not groups or size > left:
+            groups.append([])
+            left = most
+        groups[-1].append(place)
+        left -= size
+    return groups
 
 
 def counted(max_model_len: int) -> TextBound:

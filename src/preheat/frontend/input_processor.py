@@ -11,7 +11,8 @@ import operator
 import random
 import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -30,7 +31,7 @@ from preheat.core import (
 from preheat.errors import ContextTooLong, InvalidRequest, ModelError, SettingsError
 from preheat.frontend.beam_search import BeamSearch
 from preheat.frontend.beams import BeamSearchParams
-from preheat.frontend.encoding import TextBound, counted
+from preheat.frontend.encoding import TOGETHER, TextBound, counted, in_groups
 from preheat.frontend.long_texts import LongTexts
 from preheat.frontend.marks import mark_texts
 from preheat.frontend.pairs import Pair
@@ -113,13 +114,14 @@ class InputProcessor:
         cap_length: bool = False,
         images: Sequence[Image] = (),
         lora_name: str = "",
+        encoded: list[int] | None = None,
     ) -> RequestState:
         """Check a request completely; nothing is sent yet. Raises NotReady, EngineDead, InvalidRequest.
 
         ``prompt``: a text, token ids, embeddings, or a pair of texts. ``params`` are checked unless they are already.
         ``images``: the images of the prompt's image tokens, in order. ``lora_name``: the adapter, if any. ``text``: the
         prompt's text if ``prompt`` has its token ids. ``cap_length``: a ``max_tokens`` that exceeds the context is
-        lowered instead of rejected.
+        lowered instead of rejected. ``encoded``: the entry of :meth:`encode_all` for the prompt, if there is one.
         """
         limits = self._limits()
         checked = params if isinstance(params, CheckedParams) else self.checked(params)
@@ -130,10 +132,9 @@ class InputProcessor:
             _check_without_tokens(params)
             ids = prompt.ids
         elif isinstance(prompt, str):
-            text, ids = prompt, self._bound(params).encode(self.tokenizer, prompt, add_special_tokens)
+            text, ids = prompt, encoded or self._bound(params).encode(self.tokenizer, prompt, add_special_tokens)
         elif isinstance(prompt, Pair):
-            kept = _kept_tokens(params, limits, cap_length)
-            ids = self.tokenizer.encode_pair(prompt, None if kept == sys.maxsize else kept)
+            ids = encoded or self.tokenizer.encode_pair(prompt, _most_of_pair(params, limits, cap_length))
         else:
             ids = self._checked_ids(prompt)
         if not ids:
@@ -156,6 +157,41 @@ class InputProcessor:
             priority=priority, lora_name=lora_name, embedded=isinstance(prompt, Embedded), checked=checked,
             chunks=chunks,
         )  # fmt: skip
+
+    def encode_all(
+        self,
+        prompts: Sequence[object],
+        params: Sequence[SamplingParams],
+        *,
+        add_special_tokens: bool = True,
+        cap_length: bool = False,
+    ) -> list[list[int] | None]:
+        """Return the token ids of prompts that are texts or pairs, encoded together, with the ``params`` of each.
+
+        An entry is None if :meth:`prepare` has to encode the prompt by itself, or to refuse it.
+        """
+        limits, found = self._limits(), list[list[int] | None]([None] * len(prompts))
+        texts, pairs = dict[int, tuple[str, int]](), dict[int, tuple[Pair, int | None]]()
+        for place, (prompt, own) in enumerate(zip(prompts, params, strict=True)):
+            with suppress(InvalidRequest):  # preparing the prompt raises it, with the prompt's place
+                if isinstance(prompt, str):
+                    (bound := self._bound(own)).check(self.tokenizer, prompt)
+                    if not bound.measures(prompt):
+                        texts[place] = prompt, bound.most
+                elif isinstance(prompt, Pair):
+                    self.check_length(prompt, own)
+                    pairs[place] = prompt, _most_of_pair(own, limits, cap_length)
+        for given, encode in (
+            (texts, partial(self.tokenizer.encode_all, add_special_tokens=add_special_tokens)),
+            (pairs, self.tokenizer.encode_pairs),
+        ):
+            places: list[int] = list(given)
+            for group in in_groups((len(given[place][0]) for place in places), TOGETHER):
+                some = [places[each] for each in group]
+                asked, most = zip(*(given[place] for place in some), strict=True)
+                for place, ids in zip(some, encode(asked, most), strict=True):
+                    found[place] = ids
+        return found
 
     def relayed(self, request: Request, request_id: str) -> RequestState:
         """Check a request of another frontend, and return its state. Raises NotReady, EngineDead, InvalidRequest."""
@@ -474,6 +510,12 @@ def _check_without_tokens(params: SamplingParams) -> None:
             "tokens, but prompt_embeds have none: set it to 1",
             param="repetition_penalty",
         )
+
+
+def _most_of_pair(params: SamplingParams, limits: Ready, cap: bool) -> int | None:
+    """Return the number of a pair's tokens that are kept; None: all of them."""
+    kept = _kept_tokens(params, limits, cap)
+    return None if kept == sys.maxsize else kept
 
 
 def _kept_tokens(params: SamplingParams, limits: Ready, cap: bool) -> int:

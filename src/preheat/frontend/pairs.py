@@ -22,6 +22,12 @@ class Pair:
     most_second: int | None = None
     template: PairTemplate | None = None
 
+    @property
+    def own_template(self) -> PairTemplate | None:
+        """The text to put around the pair; None if there is none, or the client has put it there itself."""
+        written = self.template is not None and self.first.startswith(self.template.mark)
+        return None if written else self.template
+
     def __len__(self) -> int:
         """Return the characters of both texts."""
         return len(self.first) + len(self.second)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from preheat.frontend.pieces import BytePieces, TextPieces, pieces_of
 from preheat.frontend.token_length import chars_per_token
 from preheat.utils.contract import digest_of
 from preheat.utils.files import TABLE_BYTES, read_file, read_json, regular_file
-from preheat.utils.pair_template import PairTemplate
 
 _OTHERS = {"tekken.json": "mistral-common", "tokenizer.model": "sentencepiece (tiktoken for a tiktoken file)"}
 """Files of other tokenizers, each with the library that converts it."""
@@ -122,6 +121,15 @@ def _check_unicode(text: str) -> None:
         raise InvalidRequest(f"The text is not valid Unicode at character {error.start}") from error
 
 
+def _is_unicode(text: str) -> bool:
+    """Return whether ``text`` has no lone surrogates."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _longest_first(first: int, second: int, room: int) -> tuple[int, int]:
     """Return the lengths of two texts that fit ``room`` after cutting the longer one, token by token."""
     if first + second <= room:
@@ -202,6 +210,21 @@ class Tokenizer:
         ids: list[int] = encoding.ids
         return ids
 
+    def encode_all(self, texts: Sequence[str], most: Sequence[int], add_special_tokens: bool) -> list[list[int] | None]:
+        """Return the token ids of each text, encoded by several threads at once if the library may use them.
+
+        The entry of a text with more than its number of ``most`` ids, or with lone surrogates, is None.
+        """
+        valid = [place for place, text in enumerate(texts) if _is_unicode(text)]
+        encodings = self._backend.encode_batch_fast(
+            [texts[place] for place in valid], add_special_tokens=add_special_tokens
+        )
+        found: list[list[int] | None] = [None] * len(texts)
+        for place, encoding in zip(valid, encodings, strict=True):
+            if len(encoding) <= most[place]:
+                found[place] = encoding.ids
+        return found
+
     def pieces(self, text: str, add_special_tokens: bool) -> list[tuple[int, str, bool, int | None, int | None]]:
         """Return the tokens of ``text``: id, text, whether it is special, and the first and last character's place."""
         _check_unicode(text)
@@ -218,9 +241,37 @@ class Tokenizer:
         Tokens of a longer pair than ``most`` are cut from the end of the longer text, one by one. Raises InvalidRequest
         if a text has lone surrogates.
         """
-        if pair.template is not None and not pair.first.startswith(pair.template.mark):
-            return self._in_template(pair, pair.template, most)
-        first, second = (self._plain(text) for text in (pair.first, pair.second))
+        return self._joined(pair, self._plain(*self._texts_of(pair)), most)
+
+    def encode_pairs(self, pairs: Sequence[Pair], most: Sequence[int | None]) -> list[list[int] | None]:
+        """Return the token ids of each pair as :meth:`encode_pair` does, texts encoded as in :meth:`encode_all`.
+
+        The entry of a pair with lone surrogates is None.
+        """
+        valid = [place for place, pair in enumerate(pairs) if _is_unicode(pair.first) and _is_unicode(pair.second)]
+        texts = [self._texts_of(pairs[place]) for place in valid]
+        plain = iter(self._plain(*(text for each in texts for text in each)))
+        found: list[list[int] | None] = [None] * len(pairs)
+        for place, each in zip(valid, texts, strict=True):
+            found[place] = self._joined(pairs[place], [next(plain) for _ in each], most[place])
+        return found
+
+    def _texts_of(self, pair: Pair) -> tuple[str, ...]:
+        """Return the texts that are encoded for ``pair``: both of them, or the three parts of its template."""
+        template = pair.own_template
+        if template is None:
+            return pair.first, pair.second
+        second = pair.second
+        if pair.most_second is not None and (places := self._plain(second)[0].offsets[: pair.most_second]):
+            second = second[: places[-1][1]]
+        return template.before, template.filled(pair.first, second), template.behind
+
+    def _joined(self, pair: Pair, encodings: Sequence[Encoding], most: int | None) -> list[int]:
+        """Return the token ids of ``pair`` from the encodings of its texts; the body of a template is cut."""
+        if pair.own_template is not None:
+            before, body, behind = (encoding.ids for encoding in encodings)
+            return [*before, *(body if most is None else body[: max(most - len(before) - len(behind), 0)]), *behind]
+        first, second = encodings
         if pair.most_second is not None:
             second.truncate(pair.most_second)
         if most is not None:
@@ -232,23 +283,12 @@ class Tokenizer:
         size = self.vocab_size if pair.types > 1 else 0
         return [id + type_id * size for id, type_id in zip(encoding.ids, encoding.type_ids, strict=True)]
 
-    def _in_template(self, pair: Pair, template: PairTemplate, most: int | None) -> list[int]:
-        """Return the token ids of ``pair`` in its ``template``; the body loses its last tokens."""
-        second = pair.second
-        if pair.most_second is not None and (places := self._plain(second).offsets[: pair.most_second]):
-            second = second[: places[-1][1]]
-        before, body, behind = (
-            self._plain(text).ids for text in (template.before, template.filled(pair.first, second), template.behind)
-        )
-        if most is not None:
-            body = body[: max(most - len(before) - len(behind), 0)]
-        return [*before, *body, *behind]
-
-    def _plain(self, text: str) -> Encoding:
-        """Return the encoding of ``text`` without special tokens."""
-        _check_unicode(text)
-        (encoding,) = self._backend.encode_batch([text], add_special_tokens=False)
-        return encoding
+    def _plain(self, *texts: str) -> list[Encoding]:
+        """Return the encoding of each text without special tokens."""
+        for text in texts:
+            _check_unicode(text)
+        found: list[Encoding] = self._backend.encode_batch(list(texts), add_special_tokens=False)
+        return found
 
     def count(self, text: str) -> int:
         """Return the number of token ids of ``text`` alone, without listing them. Raises as :meth:`encode`."""
@@ -324,8 +364,14 @@ class NoTokenizer(Tokenizer):
             "There is no tokenizer (skip_tokenizer_init): give the prompt as token ids", param="prompt"
         )
 
+    def encode_all(self, texts: Sequence[str], most: Sequence[int], add_special_tokens: bool) -> list[list[int] | None]:
+        return [None] * len(texts)
+
     def encode_pair(self, pair: Pair, most: int | None = None) -> list[int]:
         return self.encode(pair.first)
+
+    def encode_pairs(self, pairs: Sequence[Pair], most: Sequence[int | None]) -> list[list[int] | None]:
+        return [None] * len(pairs)
 
     def count(self, text: str) -> int:
         return len(self.encode(text))
