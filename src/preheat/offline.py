@@ -23,7 +23,7 @@ from preheat.frontend.embedding import (
     late_interaction,
     paired,
     pairs_of,
-    pooled_output,
+    pooled_outputs,
 )
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.image_parts import take_images
@@ -305,7 +305,7 @@ class OfflineClient:
         pooling, given = self.frontend.pooling_of("LLM.encode"), params or PoolingParams()
         states = self.prepared_to_pool(prompts, given, lora, tokenization_kwargs, truncate_prompt_tokens)
         self._complete(states, use_tqdm)
-        return [pooled_output(state, pooling, given) for state in states]
+        return pooled_outputs(states, pooling, given)
 
     def prepared_to_pool(
         self,

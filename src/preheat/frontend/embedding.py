@@ -17,6 +17,7 @@ from preheat.frontend.long_texts import weighted_mean
 from preheat.frontend.outputs import PoolingOutput, PoolingRequestOutput
 from preheat.frontend.pairs import Pair
 from preheat.frontend.request_state import RequestState
+from preheat.utils.exact_sums import exact_sums
 from preheat.utils.pooling import Pooling
 from preheat.utils.sentence_modules import PoolingType
 
@@ -37,6 +38,9 @@ class PoolingParams(msgspec.Struct, frozen=True, omit_defaults=True):
     def normalizes(self) -> bool | None:
         return self.use_activation if self.normalize is None else self.normalize
 
+
+_AT_ONCE = 64
+"""Embeddings that are normalized at once."""
 
 _LAST = SamplingParams(temperature=0.0, seed=0, max_tokens=1, ignore_eos=True, detokenize=False, logprobs=0)
 
@@ -84,6 +88,22 @@ def embedding(
     return weighted_mean(vectors, [len(chunk) for chunk in state.chunks])
 
 
+def embeddings(
+    states: Sequence[RequestState], pooling: Pooling, dimensions: int | None = None, normalize: bool | None = None
+) -> list[np.ndarray]:
+    """Return the embedding of each finished request, as :func:`embedding` does; many are normalized at once."""
+    normalizes = pooling.normalize if normalize is None else normalize
+    found: list[np.ndarray] = []
+    for first in range(0, len(states), _AT_ONCE):
+        some = states[first : first + _AT_ONCE]
+        if not normalizes or any(state.chunks for state in some):
+            found += [embedding(state, pooling, dimensions, normalize) for state in some]
+        else:
+            vectors = [vector_of(state.pooled, pooling, dimensions, False) for state in some]
+            found += list(_normalized(np.stack(vectors)))
+    return found
+
+
 def vector_of(
     pooled: bytes, pooling: Pooling, dimensions: int | None = None, normalize: bool | None = None
 ) -> np.ndarray:
@@ -94,14 +114,16 @@ def vector_of(
             f"dimensions is {dimensions}, but the model's vectors have {len(vector)}", param="dimensions"
         )
     vector = vector[:dimensions]
-    return _normalized(vector) if (pooling.normalize if normalize is None else normalize) else vector
+    normalizes = pooling.normalize if normalize is None else normalize
+    found: np.ndarray = _normalized(vector[None])[0] if normalizes else vector
+    return found
 
 
 def token_vectors(state: RequestState, pooling: Pooling, normalize: bool | None = None) -> np.ndarray:
     """Return the vectors of a finished request's tokens, fp32 [tokens, size]; each is normalized as an embedding is."""
     found = np.frombuffer(state.pooled, np.float32).reshape(len(state.prompt_ids), -1)
     normalizes = pooling.normalize if normalize is None else normalize
-    return np.stack([_normalized(vector) for vector in found]) if normalizes else found
+    return _normalized(found) if normalizes else found
 
 
 def check_of_tokens(pooling: Pooling, dimensions: int | None) -> None:
@@ -112,9 +134,12 @@ def check_of_tokens(pooling: Pooling, dimensions: int | None) -> None:
         raise InvalidRequest("dimensions has no meaning for the vectors of tokens: leave it out", param="dimensions")
 
 
-def _normalized(vector: np.ndarray) -> np.ndarray:
-    length = math.sqrt(math.fsum((vector.astype(np.float64) ** 2).tolist()))
-    return (vector / (length or 1.0)).astype(np.float32)
+def _normalized(vectors: np.ndarray) -> np.ndarray:
+    """Return fp32 ``vectors`` [n, size] with length 1; a vector of zeros stays."""
+    lengths = np.sqrt(exact_sums(vectors.astype(np.float64) ** 2))
+    lengths[lengths == 0] = 1.0
+    found: np.ndarray = vectors / lengths.astype(np.float32)[:, None]
+    return found
 
 
 def class_numbers(state: RequestState, pooling: Pooling, activate: bool | None = None) -> np.ndarray:
@@ -154,18 +179,27 @@ def pairs_of(
 
 def pooled_output(state: RequestState, pooling: Pooling, params: PoolingParams) -> PoolingRequestOutput[PoolingOutput]:
     """Return the result of a finished request, by ``params``."""
+    return pooled_outputs([state], pooling, params)[0]
+
+
+def pooled_outputs(
+    states: Sequence[RequestState], pooling: Pooling, params: PoolingParams
+) -> list[PoolingRequestOutput[PoolingOutput]]:
+    """Return the results of finished requests, by ``params``."""
     if pooling.classes:
-        numbers = PoolingOutput(class_numbers(state, pooling, params.normalizes))
-        return PoolingRequestOutput(state.request_id, numbers, state.prompt_ids)
-    of_tokens = pooling.of_tokens or params.task == "token_embed"
-    data = (
-        token_vectors(state, pooling, params.normalizes)
-        if of_tokens
-        else embedding(state, pooling, params.dimensions, params.normalizes)
-    )
-    return PoolingRequestOutput(
-        state.request_id, PoolingOutput(data), state.prompt_ids, num_cached_tokens=state.cached_tokens
-    )
+        numbers = [PoolingOutput(class_numbers(state, pooling, params.normalizes)) for state in states]
+        pairs = zip(states, numbers, strict=True)
+        return [PoolingRequestOutput(state.request_id, each, state.prompt_ids) for state, each in pairs]
+    if pooling.of_tokens or params.task == "token_embed":
+        data = [token_vectors(state, pooling, params.normalizes) for state in states]
+    else:
+        data = embeddings(states, pooling, params.dimensions, params.normalizes)
+    return [
+        PoolingRequestOutput(
+            state.request_id, PoolingOutput(each), state.prompt_ids, num_cached_tokens=state.cached_tokens
+        )
+        for state, each in zip(states, data, strict=True)
+    ]
 
 
 def cosine(one: np.ndarray, other: np.ndarray) -> float:

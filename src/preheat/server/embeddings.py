@@ -20,11 +20,11 @@ from preheat.frontend.embedding import (
     check_of_tokens,
     class_numbers,
     cosine,
-    embedding,
     late_interaction,
     prompt_of,
     token_vectors,
 )
+from preheat.frontend.embedding import embeddings as made_embeddings
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.request_state import RequestState
 from preheat.server.answers import PromptTokensDetails, Usage, encoded
@@ -126,7 +126,7 @@ class PooledWriter(WholeWriter):
 
     def vectors(self, normalize: bool | None = None) -> list[np.ndarray]:
         """Return the embeddings, in order. Raises InvalidRequest for more dimensions than the model has."""
-        return [embedding(state, self._pooling, self._body.dimensions, normalize) for state in self._states]
+        return made_embeddings(self._states, self._pooling, self._body.dimensions, normalize)
 
     def token_vectors(self, normalize: bool | None = None) -> list[np.ndarray]:
         """Return the vectors of each text's tokens, in order."""
