@@ -25,7 +25,7 @@ from preheat.backends.base.layers import ALONE, Layer, LayerWeights, Region
 from preheat.backends.base.sampling import SampledRows, Sampler
 from preheat.core import Level, TokenLogprobs
 from preheat.limits import Limits
-from preheat.ops import digest, embedding, logprobs, moe, norm, rotary, sampler, sampling, values
+from preheat.ops import digest, embedding, logprobs, moe, norm, pooling, rotary, sampler, sampling, values
 from preheat.warmup.cold_sources import ORIGINS
 
 
@@ -174,5 +174,6 @@ class ToyBackend:
         return {}
 
     take_rows, add_shared = staticmethod(lambda x, index: x[index]), staticmethod(moe.add_shared)
+    sum_rows = staticmethod(pooling.sum_rows)
     norm, row_digests, host_copy = map(staticmethod, (norm.make_norm, digest.row_digests, torch.zeros_like))
     event = staticmethod(HostEvent)

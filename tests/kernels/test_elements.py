@@ -5,17 +5,18 @@ import torch
 
 from preheat.backends.cuda.activation import activate, cap, clip, scaled, silu_and_mul
 from preheat.backends.cuda.attention_values import Places
-from preheat.backends.cuda.embedding import embed, take_rows
+from preheat.backends.cuda.embedding import embed, sum_rows, take_rows
 from preheat.backends.cuda.moe_shared import add_shared
 from preheat.backends.cuda.norm import CudaNorm, add_rms_norm, rms_norm
 from preheat.backends.cuda.rotary import rope_and_write
 from preheat.model.attention_specs import QueryGrowth, RopeSpec
 from preheat.model.rope import query_factors, rope_table
-from preheat.ops import activation, embedding, moe, rotary
+from preheat.ops import activation, embedding, moe, pooling, rotary
 from preheat.ops.finite import finite_values
 from preheat.ops.float8 import round_to
 from preheat.ops.norm import RMSNorm, make_norm
 from preheat.ops.proof import noise
+from preheat.schedule.pooled import Pooled
 from tests.kernels.paged import relative_error
 
 DTYPES = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
@@ -285,6 +286,25 @@ def test_queries_grow_behind_their_rotation(dtype):
     assert torch.equal(*caches)
     assert torch.equal(grown[:, :3], plain[:, :3] * growth[positions][:, None, None])
     assert torch.equal(grown[0], plain[0]) and not torch.equal(grown[1], plain[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_texts_are_added_up_row_by_row(dtype):
+    """Sums have the bits of pools that take states one after the other; rows may lie in wider rows."""
+    states = (random(60, 2, 300, dtype=dtype) * torch.logspace(-6, 3, 60)[:, None, None]).to(dtype)[:, 1]
+    states[3] = -0.0
+    bounds = torch.tensor([0, 1, 3, 4, 21, 60], dtype=torch.int32)
+    found, right = (torch.full((5, 300), torch.nan) for _ in range(2))
+    sum_rows(states, bounds, found)
+    pooling.sum_rows(states, bounds, right)
+    assert found.numpy().tobytes() == right.numpy().tobytes()
+    pool, summed = Pooled(right[4].numpy()), Pooled(right[4].numpy())
+    for part in states[21:60].float().numpy()[:, None]:
+        pool.add(part)
+    summed.take(found[4].numpy(), 39)
+    assert pool.result() == summed.result()
+    pooling.sum_rows(states.flip(0), torch.tensor([0, 39], dtype=torch.int32), right[:1])
+    assert not torch.equal(right[0], found[4]), "the order shows"
 
 
 def test_rows_are_taken():

@@ -54,19 +54,20 @@ def generated(backend: LateCuda, engine: LLM, count: int = len(PROMPTS)) -> list
     return [output.outputs[0].token_ids for output in found]
 
 
-def pooled(backend: LateCuda, model: str, **more: Any) -> list[bytes]:
+def pooled(backend: LateCuda, model: str, kind: str, **more: Any) -> list[bytes]:
     with backend.late:
-        engine = LLM(model, runner="pooling", pooler_config={"pooling_type": "LAST"}, **OPTIONS | more)
+        engine = LLM(model, runner="pooling", pooler_config={"pooling_type": kind}, **OPTIONS | more)
         found = engine.encode(prompts(), use_tqdm=False)
         backend.late.finish()
     return [output.outputs.data.tobytes() for output in found]
 
 
 def test_pooling_in_chunks(model: str, backend: LateCuda) -> None:
-    """Nothing of a chunk is reported, so nothing else waits for its step."""
-    chunks = pooled(backend, model)
-    assert backend.late.copies > 10 and not backend.late.rewritten
-    assert chunks == pooled(backend, model, max_num_batched_tokens=40)
+    """The states of a chunk come to the host, and those of a text in one step are added up on the device."""
+    assert pooled(backend, model, "MEAN") == pooled(backend, model, "MEAN", max_num_batched_tokens=40)
+    assert backend.late.copies > 20 and not backend.late.rewritten
+    pooled(backend, model, "LAST")  # nothing of a chunk is reported, so nothing else waits for its step
+    assert not backend.late.rewritten
 
 
 def test_generating_a_step_ahead(model: str, backend: LateCuda) -> None:
@@ -115,5 +116,5 @@ def test_copies_without_a_guard_are_noticed(model: str, backend: LateCuda, monke
     waits = Pooler.states
     monkeypatch.setattr(Pooler, "states", states)
     monkeypatch.setattr(StepBuffers, "take", unguarded)
-    pooled(backend, model)
+    pooled(backend, model, "LAST")
     assert backend.late.rewritten

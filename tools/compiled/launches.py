@@ -28,7 +28,7 @@ from preheat.backends.cuda.card import Card as Hardware
 from preheat.backends.cuda.collective import add_ranks
 from preheat.backends.cuda.delta import CudaRecurrences
 from preheat.backends.cuda.digest import digest_rows
-from preheat.backends.cuda.embedding import embed, take_rows
+from preheat.backends.cuda.embedding import embed, sum_rows, take_rows
 from preheat.backends.cuda.gate import gated
 from preheat.backends.cuda.lacking import lacking
 from preheat.backends.cuda.latent_few import few_rows_attention
@@ -204,6 +204,7 @@ def rows(hardware: Hardware) -> Iterator[tuple[str, Work]]:
                     x, x, QuantizedInput(h, None))  # fmt: skip
         yield f"shared experts {size}", lambda x=x, s=size: add_shared(x, x, _empty(1, s), x)
     yield "embedding", lambda: embed(_whole(8), _whole(8), _whole(9), _empty(1000, 4096), _empty(8, 4096), scale=2.0)
+    yield "sums of rows", lambda: sum_rows(_empty(8, 4096), _whole(4), _empty(3, 4096, dtype=torch.float32))
     yield "chosen rows", lambda: take_rows(_empty(8, 4096), _whole(4))
     for activation in ("gelu_tanh_and_mul", "gelu", "gelu_tanh", "quick_gelu"):
         yield f"activation {activation}", lambda a=activation: activate(_empty(8, 8192), a)

@@ -70,6 +70,8 @@ class LaunchedStep:
             return self.draw(self.batch).result()
         batch, rows, reporting = self.batch, self.batch.sampled_rows, self.batch.reporting
         if isinstance(self.sampler, Pooler):
+            if batch.bounds is not None:
+                return self._sums(self.sampler, batch.bounds)
             states = self.sampler.states(batch.turn, len(rows))
             return StepResult(np.zeros(batch.schedule.total_sampled, np.int64), hidden=_by_row(rows, states))
         tokens, reports = self.sampler.read(batch.turn, len(rows), reporting, batch.alternatives)
@@ -79,6 +81,16 @@ class LaunchedStep:
         if reports:
             result.logprobs = dict(zip(reporting.tolist(), reports, strict=True))
         return result
+
+    def _sums(self, pooler: Pooler, bounds: np.ndarray) -> StepResult:
+        """Return the result of a step whose texts between ``bounds`` are added up."""
+        batch, rows = self.batch, self.batch.sampled_rows[bounds[:-1]].tolist()
+        sums = pooler.sums(batch.turn, len(rows))
+        return StepResult(
+            np.zeros(batch.schedule.total_sampled, np.int64),
+            hidden={row: sums[place : place + 1] for place, row in enumerate(rows)},
+            summed=dict(zip(rows, np.diff(bounds).tolist(), strict=True)),
+        )
 
     def _digests(self, places: list[int]) -> dict[int, int]:
         """Return the digests of the raw logits of the sampled rows at ``places``."""
@@ -487,6 +499,9 @@ class Executor:
             self.sampler.report(logits)
         if logits is not None and batch.digested is not None:
             self.sampler.digest(batch.turn, logits)
+        if isinstance(self.sampler, Pooler) and batch.bounds is not None:
+            self.sampler.add_up(batch.turn, batch.bounds)
+            reports = False  # the states themselves stay on the device
         self.sampler.fetch(batch.turn, tokens=logits is not None, reports=reports)
         return LaunchedStep(batch, self.sampler, self._prompt_logprobs(batch))
 

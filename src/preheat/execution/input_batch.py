@@ -22,6 +22,7 @@ from preheat.ops.sampling import SamplingInput
 from preheat.plan.buckets import Bucket
 from preheat.plan.plan import Plan
 from preheat.plan.programs import Program
+from preheat.schedule.pooled import SUMMED
 from preheat.schedule.slots import NO_LOGPROBS, Slots
 
 
@@ -47,6 +48,7 @@ class InputBatch:
     logits of ``sampled_rows`` (a row that samples k positions is there k times), padded to ``sampling_size``. The
     entries of ``sampled_rows`` at the indices ``reporting`` report logprobs of ``alternatives`` tokens each. In an
     engine that pools, ``sampled_rows`` has an entry for each wanted state, in the order of the step's tokens.
+    ``bounds`` [texts + 1] are the bounds of texts among these entries if only the sums of their states are wanted.
     """
 
     schedule: Schedule
@@ -62,6 +64,7 @@ class InputBatch:
     alternatives: np.ndarray  # int32
     prompt_parts: list[PromptPart]
     digested: list[int] | None = None  # indices of sampled rows; None: no row wants a digest of its logits
+    bounds: np.ndarray | None = None
     adapters: np.ndarray | None = None  # int32 [rows] adapter slots, negative for none; None: no row has an adapter
 
     @property
@@ -177,6 +180,7 @@ class Packer:
             prompt_parts=self._prompt_parts(schedule, rows.ends),
             digested=rows.digested,
             adapters=rows.adapters,
+            bounds=self._bounds_of(schedule, rows.sampled_rows) if self.plan.limits.pools else None,
         )
 
     def _rows_of(self, schedule: Schedule) -> _Rows:
@@ -240,6 +244,18 @@ class Packer:
         before = counts.cumsum() - counts
         found = np.arange(schedule.rows).repeat(counts)
         return found, np.arange(len(found)) + (first - before).repeat(counts)
+
+    def _bounds_of(self, schedule: Schedule, rows: np.ndarray) -> np.ndarray | None:
+        """Return the bounds of the texts among the wanted states of ``rows``, None if more than sums are wanted.
+
+        A sum is enough for a mean of a text that the step holds as a whole, and a sum of one state is this state.
+        """
+        kinds = self.slots.prompt_logprobs[schedule.slots]
+        whole = (schedule.first == 0) & (schedule.num_sampled == 1) & np.isin(kinds, SUMMED)
+        if not whole.any() or not (whole | (kinds == NO_LOGPROBS)).all():
+            return None
+        ends = (rows[1:] != rows[:-1]).nonzero()[0] + 1
+        return np.concatenate(((0,), ends, (len(rows),)))
 
     def _sampling_of(self, schedule: Schedule, rows: _Rows) -> SamplingInput:
         at = int(schedule.first[0])

@@ -18,7 +18,8 @@ from preheat.ops.sampling import SamplingInput
 class Pooler:
     """A sampler for models that pool. It draws nothing: every token is 0.
 
-    Hidden states come as they are computed, [rows, hidden], and are read in fp32.
+    Hidden states come as they are computed, [rows, hidden], and are read in fp32. The device adds up the states of a
+    text that lies in one step.
     """
 
     def __init__(self, backend: Backend, limits: Limits, hidden_size: int, dtype: torch.dtype) -> None:
@@ -27,6 +28,11 @@ class Pooler:
         self._host = [backend.host_copy(like) for _ in range(HOST_COPIES)]
         self._fetched = [backend.event() for _ in range(HOST_COPIES)]
         self._hidden = like.new_empty(0, hidden_size)
+        self._backend, texts, device = backend, limits.max_num_seqs, backend.device
+        self._sums = torch.zeros(texts, hidden_size, dtype=torch.float32, device=device)
+        self._host_sums = [backend.host_copy(self._sums) for _ in range(HOST_COPIES)]
+        self._bounds = torch.zeros(texts + 1, dtype=torch.int32, device=device)
+        self._host_bounds = [backend.host_copy(self._bounds) for _ in range(HOST_COPIES)]
 
     def describe(self, turn: int, step: SamplingInput, slots: np.ndarray) -> None:
         """Do nothing: no row is drawn from."""
@@ -39,6 +45,14 @@ class Pooler:
 
     def report(self, logits: Tensor) -> None:
         self._hidden = logits
+
+    def add_up(self, turn: int, bounds: np.ndarray) -> None:
+        """Add up the reported states of each text and start the copy of the sums; ``bounds`` int [texts + 1]."""
+        host, device, texts = self._host_bounds[turn][: len(bounds)], self._bounds[: len(bounds)], len(bounds) - 1
+        host.numpy()[:] = bounds
+        device.copy_(host, non_blocking=True)
+        self._backend.sum_rows(self._hidden, device, self._sums[:texts])
+        self._host_sums[turn][:texts].copy_(self._sums[:texts], non_blocking=True)
 
     def digest(self, turn: int, logits: Tensor) -> None:
         """Do nothing: an engine that pools refuses receipts."""
@@ -57,6 +71,12 @@ class Pooler:
         found: np.ndarray = self._host[turn][:count].to(torch.float32, copy=True).numpy()
         return found
 
+    def sums(self, turn: int, texts: int) -> np.ndarray:
+        """Return the fetched sums of the first ``texts`` texts, fp32 [texts, hidden]."""
+        self._fetched[turn].wait()
+        found: np.ndarray = self._host_sums[turn][:texts].numpy().copy()
+        return found
+
     def read(
         self, turn: int, rows: int, reporting: np.ndarray, alternatives: np.ndarray
     ) -> tuple[np.ndarray, list[Any]]:
@@ -67,7 +87,8 @@ class Pooler:
         """Return no reports: an engine that pools wants states, and no log-probabilities of successors."""
         return []
 
-    def compile(self, logits: Tensor) -> None: ...
+    def compile(self, logits: Tensor) -> None:
+        self._backend.sum_rows(logits[:1], self._bounds[:2], self._sums[:1])
 
     def clear(self) -> None:
         """Do nothing: the device knows no rows."""

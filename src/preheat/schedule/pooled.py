@@ -33,6 +33,10 @@ class Pooled:
         self.total = np.add.reduce(states, axis=0, initial=np.float32(0.0))
         self.count += len(states)
 
+    def take(self, total: np.ndarray, count: int) -> None:
+        """Take the sum of all states of the text, of ``count`` tokens, as :meth:`add` makes it."""
+        self.total, self.count = total, count
+
     def result(self) -> bytes:
         """Return the pool as bytes of fp32."""
         return (self.total / np.float32(self.count)).tobytes()
@@ -95,6 +99,10 @@ class _All(ByToken):
 _KINDS: Mapping[str, type[Pooled]] = MappingProxyType(
     dict(zip(POOLS, (Pooled, _Greatest, _Weighted, _Root, _All), strict=True))
 )
+
+
+SUMMED = tuple(place for place, kind in enumerate(POOLS) if _KINDS[kind].add is Pooled.add)
+"""The places in :data:`POOLS` of pools that follow from the sum of a text's states."""
 
 
 def pool_of(kind: int | None, first: np.ndarray) -> Pooled:

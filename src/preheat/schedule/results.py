@@ -101,7 +101,7 @@ def process_results(
         started=schedule.started,
     )
     if result.hidden is not None:  # nothing was drawn
-        delta.ids, delta.tokens, delta.pooled = [], [], _pooled(running, schedule, result.hidden, live)
+        delta.ids, delta.tokens, delta.pooled = [], [], _pooled(running, schedule, result, live)
     if ended and drafting is not None:
         drafting.ended(slots, kept.slots[list(ended)].tolist())
     if ended:
@@ -330,19 +330,17 @@ def _refused(slots: Slots, kept: _Tokens, held: np.ndarray, ended: dict[int, Fin
     return found
 
 
-def _pooled(
-    running: RunningSequences, schedule: Schedule, hidden: dict[int, np.ndarray], live: np.ndarray
-) -> dict[int, bytes]:
+def _pooled(running: RunningSequences, schedule: Schedule, result: StepResult, live: np.ndarray) -> dict[int, bytes]:
     """Add each row's hidden states to its sequence's pool.
 
     Returns the results of ended sequences, by request id.
     """
-    done = {}
-    for row, states in hidden.items():
+    done, summed = {}, result.summed or {}
+    for row, states in (result.hidden or {}).items():
         if not live[row]:
             continue
         sequence = running.sequence(int(schedule.slots[row]))
-        pooled = sequence.pool(states)
+        pooled = sequence.pool(states, summed.get(row))
         if schedule.num_sampled[row]:
             done[sequence.request.id] = pooled.result()
     return done

@@ -50,11 +50,15 @@ class Sequence:
         self.prompt_logprobs = [None]
         self.pooled = None
 
-    def pool(self, states: np.ndarray) -> Pooled:
+    def pool(self, states: np.ndarray, summed: int | None = None) -> Pooled:
         """Add the hidden states of the next tokens to the pool.
 
-        States are fp32 [tokens, hidden]. Returns the pool.
+        States are fp32 [tokens, hidden], or the sum of ``summed`` tokens, all of the text, [1, hidden]. Returns the
+        pool.
         """
         self.pooled = self.pooled or pool_of(self.request.params.prompt_logprobs, states[0])
-        self.pooled.add(states)
+        if summed is None:
+            self.pooled.add(states)
+        else:
+            self.pooled.take(states[0], summed)
         return self.pooled

@@ -9,16 +9,19 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 
+import msgspec
 import numpy as np
 
-from preheat.core import OWN_ID, Request
+from preheat.core import OWN_ID, POOLS, Request
 from preheat.errors import NotInvariant
 from preheat.plan.sampler_settings import POOLER_SETTINGS
 from preheat.schedule.pooled import Pooled
 from preheat.verify.check_runner import CheckRunner, Row
 from preheat.verify.context_paths import RAGGED
 
-_, ALL = POOLER_SETTINGS
+_, MEAN = POOLER_SETTINGS
+ALL = msgspec.structs.replace(MEAN, prompt_logprobs=POOLS.index("ALL"))
+"""The device adds up the states of a mean; all states are reported as they are."""
 
 
 def check_pooled(runner: CheckRunner, tokens: np.ndarray) -> int:
@@ -31,7 +34,8 @@ def check_pooled(runner: CheckRunner, tokens: np.ndarray) -> int:
     for sizes in chunks:
         if _pooled(runner, tokens, sizes) != whole:
             raise NotInvariant(f"pooled: {len(tokens)} tokens in chunks of {sizes} have another mean than at once")
-    return len(chunks)
+    _check_sum(runner, tokens, whole)
+    return len(chunks) + 1
 
 
 def check_whole_texts(runner: CheckRunner, tokens: np.ndarray) -> int:
@@ -47,7 +51,26 @@ def check_whole_texts(runner: CheckRunner, tokens: np.ndarray) -> int:
         if _states(runner, tokens, rows, before=before) != found:
             raise NotInvariant(f"whole texts: {len(tokens)} tokens have other states beside other texts than alone")
         ways += 1
-    return ways
+    _check_sum(runner, tokens, _mean_of(np.stack([np.frombuffer(state, np.float32) for state in found])))
+    return ways + 1
+
+
+def _check_sum(runner: CheckRunner, tokens: np.ndarray, mean: bytes) -> None:
+    """Raise NotInvariant unless the states that the device adds up have this ``mean``."""
+    with runner.sequence(tokens) as slot:
+        runner.slots.describe(slot, Request(OWN_ID, tokens.tolist(), MEAN, 0, 1))
+        total = runner.hidden(slot, len(tokens))
+        found = Pooled(total[0])
+        found.take(total[0], len(tokens))
+    if len(total) != 1 or found.result() != mean:
+        raise NotInvariant(f"pooled: the device's sum of {len(tokens)} tokens is another one than the host's")
+
+
+def _mean_of(states: np.ndarray) -> bytes:
+    """Return the mean of ``states`` [tokens, hidden], added up by the host."""
+    found = Pooled(states[0])
+    found.add(states)
+    return found.result()
 
 
 def _states(

@@ -122,6 +122,9 @@ class Operations(Protocol):
     def take_rows(self, x: Tensor, index: Tensor) -> Tensor:
         """Return the rows ``index`` int32 of ``x``, a new tensor."""
 
+    def sum_rows(self, x: Tensor, bounds: Tensor, out: Tensor) -> None:
+        """Fill ``out`` with the sums of the rows of texts, see :func:`preheat.ops.pooling.sum_rows`."""
+
     def row_digests(self, logits: Tensor) -> Tensor:
         """Return the digest of each row, int64 [rows], see :mod:`preheat.ops.digest`; valid until the next call."""
 

@@ -62,6 +62,7 @@ from preheat.ops.gate import gated
 from preheat.ops.kinds import NormKind
 from preheat.ops.moe import add_shared
 from preheat.ops.norm import make_norm
+from preheat.ops.pooling import sum_rows
 from preheat.ops.values import Experts, Matmul, Recurrence, Refused, Support, Value
 from preheat.settings import Settings
 from preheat.utils import memory
@@ -301,6 +302,9 @@ class CpuBackend:
 
     def take_rows(self, x: Tensor, index: Tensor) -> Tensor:
         return x.index_select(0, index)
+
+    def sum_rows(self, x: Tensor, bounds: Tensor, out: Tensor) -> None:
+        sum_rows(x, bounds, out)
 
     def row_digests(self, logits: Tensor) -> Tensor:
         return self._row_digests(logits)

@@ -32,7 +32,7 @@ from preheat.backends.cuda.cold import COLD_SOURCES
 from preheat.backends.cuda.delta import CudaRecurrences
 from preheat.backends.cuda.device import card_at, driver_version, fix_arithmetic, obstacle
 from preheat.backends.cuda.digest import digest_rows
-from preheat.backends.cuda.embedding import embed, take_rows
+from preheat.backends.cuda.embedding import embed, sum_rows, take_rows
 from preheat.backends.cuda.facts import FACTS
 from preheat.backends.cuda.gate import gated
 from preheat.backends.cuda.graph import CudaGraphs, Pool
@@ -303,6 +303,9 @@ class CudaBackend:
 
     def take_rows(self, x: Tensor, index: Tensor) -> Tensor:
         return take_rows(x, index)
+
+    def sum_rows(self, x: Tensor, bounds: Tensor, out: Tensor) -> None:
+        sum_rows(x, bounds, out)
 
     def row_digests(self, logits: Tensor) -> Tensor:
         return digest_rows(logits)

@@ -1,7 +1,7 @@
-"""Copies of rows on CUDA: token embedding, and the selection of rows.
+"""Rows on CUDA: token embedding, the selection of rows, and the sums of rows.
 
 Contract. Copies; embeddings of tokens may be scaled, and rows for their type and position be added, as
-:mod:`preheat.ops.embedding` says.
+:mod:`preheat.ops.embedding` says. Sums are those of :mod:`preheat.ops.pooling`.
 """
 
 from __future__ import annotations
@@ -15,6 +15,9 @@ from preheat.ops.embedding import rounded
 
 COLUMNS = 1024
 """Numbers copied by a program."""
+
+SUMMED = 128
+"""Numbers of each row that are summed by a program."""
 
 
 @triton.jit
@@ -77,6 +80,20 @@ def _take_rows(hidden, index, out, size, stride, COLUMNS: tl.constexpr, overlap:
     _copy_row(hidden, out, tl.load(index + tl.program_id(0)), size, stride, COLUMNS)
 
 
+@triton.jit
+def _sum_rows(x, bounds, out, size, stride, COLUMNS: tl.constexpr, ROWS: tl.constexpr, overlap: tl.constexpr):
+    begin(overlap)
+    text, at = tl.program_id(0), tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    first, end = tl.load(bounds + text), tl.load(bounds + text + 1)
+    total = tl.zeros([COLUMNS], tl.float32)
+    for start in range(first, end, ROWS):
+        for place in tl.static_range(ROWS):  # rows behind the end are +0, which changes no sum that began at +0
+            row = start + place
+            inside = (at < size) & (row < end)
+            total += tl.load(x + row.to(tl.int64) * stride + at, mask=inside, other=0.0).to(tl.float32)
+    tl.store(out + text.to(tl.int64) * size + at, total, mask=at < size)
+
+
 def embed(
     tokens: Tensor,
     slots: Tensor,
@@ -118,3 +135,10 @@ def take_rows(hidden: Tensor, index: Tensor) -> Tensor:
         hidden, index, out, size, hidden.stride(0), COLUMNS=COLUMNS, **options(num_warps=4, num_stages=1)
     )
     return out
+
+
+def sum_rows(x: Tensor, bounds: Tensor, out: Tensor) -> None:
+    """Fill ``out`` fp32 [texts, size] with the sums of rows of ``x`` [rows, size], see :mod:`preheat.ops.pooling`."""
+    size = x.shape[1]
+    programs = (len(out), triton.cdiv(size, SUMMED))
+    _sum_rows[programs](x, bounds, out, size, x.stride(0), COLUMNS=SUMMED, ROWS=8, **options(num_warps=1, num_stages=1))

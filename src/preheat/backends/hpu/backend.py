@@ -47,6 +47,7 @@ from preheat.ops.gate import gated
 from preheat.ops.kinds import NormKind
 from preheat.ops.moe import add_shared
 from preheat.ops.norm import make_norm
+from preheat.ops.pooling import sum_rows
 from preheat.ops.values import Experts, Matmul, Recurrence, Support, Value
 from preheat.settings import Settings
 from preheat.utils.environment import warn
@@ -301,6 +302,12 @@ class HpuBackend:
         whole = _whole(x)
         with self._bridge.unit():
             return whole.index_select(0, index)
+
+    def sum_rows(self, x: Tensor, bounds: Tensor, out: Tensor) -> None:
+        """Add up a host copy, as the number of rows differs from step to step."""
+        found = torch.empty(out.shape, dtype=out.dtype)
+        sum_rows(x.cpu(), bounds.cpu(), found)
+        out.copy_(found)
 
     def row_digests(self, logits: Tensor) -> Tensor:
         """Return digests of a host copy.
