@@ -57,6 +57,7 @@ def generated(backend: LateCuda, engine: LLM, count: int = len(PROMPTS)) -> list
 def pooled(backend: LateCuda, model: str, kind: str, **more: Any) -> list[bytes]:
     with backend.late:
         engine = LLM(model, runner="pooling", pooler_config={"pooling_type": kind}, **OPTIONS | more)
+        assert engine.loop.overlap
         found = engine.encode(prompts(), use_tqdm=False)
         backend.late.finish()
     return [output.outputs.data.tobytes() for output in found]

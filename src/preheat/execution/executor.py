@@ -89,7 +89,7 @@ class LaunchedStep:
         return StepResult(
             np.zeros(batch.schedule.total_sampled, np.int64),
             hidden={row: sums[place : place + 1] for place, row in enumerate(rows)},
-            summed=dict(zip(rows, np.diff(bounds).tolist(), strict=True)),
+            summed=dict(zip(rows, (bounds[1:] - bounds[:-1]).tolist(), strict=True)),
         )
 
     def _digests(self, places: list[int]) -> dict[int, int]:

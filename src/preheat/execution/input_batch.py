@@ -14,7 +14,7 @@ import numpy as np
 
 from preheat.backends.base.attention import AttentionWork, StepRows
 from preheat.backends.base.device import HOST_COPIES
-from preheat.core import NO_PERSISTENT_BATCH, Schedule
+from preheat.core import NO_PERSISTENT_BATCH, POOLS, Schedule
 from preheat.execution.buffers import MAX_LISTS, Layout, StepBuffers
 from preheat.execution.logit_stages import STAGES, LogitStage, sampling_input
 from preheat.execution.step_size import step_size_of
@@ -24,6 +24,9 @@ from preheat.plan.plan import Plan
 from preheat.plan.programs import Program
 from preheat.schedule.pooled import SUMMED
 from preheat.schedule.slots import NO_LOGPROBS, Slots
+
+_IS_SUMMED = np.isin(np.arange(len(POOLS) + 1), SUMMED)
+"""Whether a pool follows from a sum, by its place in POOLS; NO_LOGPROBS names the last entry, which is false."""
 
 
 @dataclass(slots=True)
@@ -251,7 +254,7 @@ class Packer:
         A sum is enough for a mean of a text that the step holds as a whole, and a sum of one state is this state.
         """
         kinds = self.slots.prompt_logprobs[schedule.slots]
-        whole = (schedule.first == 0) & (schedule.num_sampled == 1) & np.isin(kinds, SUMMED)
+        whole = (schedule.first == 0) & (schedule.num_sampled == 1) & _IS_SUMMED[kinds]
         if not whole.any() or not (whole | (kinds == NO_LOGPROBS)).all():
             return None
         ends = (rows[1:] != rows[:-1]).nonzero()[0] + 1

@@ -18,12 +18,13 @@ def exact_sums(rows: np.ndarray) -> np.ndarray:
 
     Numbers are cut into multiples of a unit, and a rest below the unit. The sum of the multiples is exact in any order:
     each partial sum is at most 2**53 units. Rows that have a rest after the last cut are summed by math.fsum, as are
-    all rows if a number is not finite.
+    few rows, and all rows if a number is not finite.
     """
+    if len(rows) < _MANY or not np.isfinite(rows).all():
+        return np.array([math.fsum(row) for row in rows.tolist()], np.float64)
     parts, rest = list[list[float]](), rows
     room = math.ceil(math.log2(max(rows.shape[1], 2)))
-    cut = len(rows) >= _MANY and bool(np.isfinite(rows).all())
-    for _ in range(_CUTS if cut else 0):
+    for _ in range(_CUTS):
         _, exponents = np.frexp(np.abs(rest).max(axis=1, initial=0.0))
         beyond = np.ldexp(1.0, exponents + room)[:, None]  # more than the sum of all numbers of the row
         multiples = (rest + beyond) - beyond
@@ -31,7 +32,7 @@ def exact_sums(rows: np.ndarray) -> np.ndarray:
         rest = rest - multiples
         if not rest.any():
             break
-    found = [math.fsum(cuts) for cuts in zip(*parts, strict=True)] or [0.0] * len(rows)
-    for row in np.flatnonzero(rest.any(axis=1) if cut else np.ones(len(rows), bool)).tolist():
+    found = [math.fsum(cuts) for cuts in zip(*parts, strict=True)]
+    for row in np.flatnonzero(rest.any(axis=1)).tolist():
         found[row] = math.fsum(rows[row].tolist())
     return np.array(found, np.float64)
