@@ -248,9 +248,11 @@ def test_an_escape_may_be_cut_anywhere() -> None:
 @settings(max_examples=200, deadline=None)
 @given(
     tokens=st.lists(
-        st.sampled_from([*'{}[]:,"\\ \n-1.e', '"a"', '"b":', "true", "None", "x", r"\u00", "é"]), max_size=20
+        st.sampled_from([*'{}[]:,"\\ \n-1.e', '"a"', '"b":', "true", "None", "x", r"\u00", "é", "\u2028", "\x0b"]), max_size=20
     )
 )
+@example(["\u2028", "}"])
+@example(['"b":', "\xa0", "1"])
 def test_completed_arguments_are_valid_json(tokens: list[str]) -> None:
     read(whole_object("{" + "".join(tokens)))
 

@@ -17,6 +17,7 @@ _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(?:\.[0-9]+)?(?:[eE][-+]?[0-9]+)?")
 _NAMES: Mapping[str, str] = MappingProxyType(
     {"true": "true", "false": "false", "null": "null", "True": "true", "False": "false", "None": "null"}
 )
+_ODD_SPACE = re.compile(r"[^ \t\n\r]")
 DEEPEST = 100
 """Most levels of objects and arrays in one another."""
 
@@ -27,7 +28,7 @@ class JsonObject(StreamParser):
     :meth:`text` takes more of it and returns the certain part, :meth:`rest` closes it. Text that was passed on stays.
     So a name that comes again in one object is left out, with its value. Nothing is read behind the first error; open
     brackets and strings are closed. Missing parts that are certain are put right: commas, the escape of a character,
-    constants by their names in Python.
+    constants by their names in Python, white space.
     """
 
     def __init__(self) -> None:
@@ -80,10 +81,10 @@ class JsonObject(StreamParser):
             start = self._at
             name = yield from self.string()
             key = self._text[start : self._at]
-            between = yield from self.space()
+            between = yield from self._space()
             if name is None or not (yield from self.take(":")):
                 break
-            between += ":" + (yield from self.space())
+            between += ":" + (yield from self._space())
             again = name in names
             names.add(name)
             self._silent += again
@@ -113,12 +114,16 @@ class JsonObject(StreamParser):
         self._at += 1
         self.forget()
 
+    def _space(self) -> Reading[str]:
+        """Read white space. Return it as JSON's, which has four characters of the many."""
+        return _ODD_SPACE.sub(" ", (yield from self.space()))
+
     def _next(self, end: str, first: bool) -> Reading[str | None]:
         """Read up to the next member or item. Return the text before it; None if ``end`` came and was passed on."""
-        gap = yield from self.space()
+        gap = yield from self._space()
         comma = "" if first else ","
         if comma and (yield from self.take(comma)):
-            gap, comma = gap + comma + (yield from self.space()), ""
+            gap, comma = gap + comma + (yield from self._space()), ""
         if not (yield from self.take(end)):
             return comma + gap
         self._emit(gap.replace(",", "") + end)
