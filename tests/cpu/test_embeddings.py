@@ -5,13 +5,17 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
 
 from preheat import LLM, InvalidRequest, ModelError, PoolingParams, SettingsError
+from preheat.backends.base.device import HostEvent
 from preheat.errors import NotInvariant
+from preheat.execution.pooler import Pooler
+from preheat.ops.pooling import sum_rows
 from preheat.schedule.sequence import Pooled
 from preheat.settings import Settings
 from preheat.startup import boot_engine, planned
@@ -308,3 +312,17 @@ def test_options_that_exclude_pooling_are_refused(checkpoint):
     llm = LLM(str(checkpoint), runner="pooling", **OPTIONS)
     with pytest.raises(InvalidRequest, match="maximum context length is 256"):
         vectors(llm, [[1] * 256])
+
+
+def test_sums_are_of_the_states_that_are_read():
+    """States may come in float32 of a model in bfloat16: each is rounded before it is added."""
+    host = SimpleNamespace(device="cpu", host_copy=torch.zeros_like, event=HostEvent, sum_rows=sum_rows)
+    pooler = Pooler(host, SimpleNamespace(max_num_seqs=2, max_sampled=40), 32, torch.bfloat16)
+    states = torch.randn(40, 32, generator=torch.Generator().manual_seed(0))
+    pooler.report(states)
+    pooler.add_up(0, np.array([0, 1, 40]))
+    pooler.fetch(0, tokens=True, reports=True)
+    read = pooler.states(0, 40)
+    for found, rows in zip(pooler.sums(0, 2), (read[:1], read[1:]), strict=True):
+        assert found.tobytes() == rows.sum(axis=0, dtype=np.float32).tobytes()
+    assert pooler.sums(0, 2)[0].tobytes() != states[0].numpy().tobytes()

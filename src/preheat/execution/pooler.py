@@ -28,6 +28,7 @@ class Pooler:
         self._host = [backend.host_copy(like) for _ in range(HOST_COPIES)]
         self._fetched = [backend.event() for _ in range(HOST_COPIES)]
         self._hidden = like.new_empty(0, hidden_size)
+        self._dtype = dtype
         self._backend, texts, device = backend, limits.max_num_seqs, backend.device
         self._sums = torch.zeros(texts, hidden_size, dtype=torch.float32, device=device)
         self._host_sums = [backend.host_copy(self._sums) for _ in range(HOST_COPIES)]
@@ -51,7 +52,8 @@ class Pooler:
         host, device, texts = self._host_bounds[turn][: len(bounds)], self._bounds[: len(bounds)], len(bounds) - 1
         host.numpy()[:] = bounds
         device.copy_(host, non_blocking=True)
-        self._backend.sum_rows(self._hidden, device, self._sums[:texts])
+        states = self._hidden.to(self._dtype)  # as all states are read
+        self._backend.sum_rows(states, device, self._sums[:texts])
         self._host_sums[turn][:texts].copy_(self._sums[:texts], non_blocking=True)
 
     def digest(self, turn: int, logits: Tensor) -> None:
