@@ -9,10 +9,11 @@ import sys
 import pytest
 
 from preheat.cli.main import main
+from tests import shared_code
 
 
-def generate(*args):
-    env = {**os.environ, "OMP_NUM_THREADS": "1"}
+def generate(*args, **variables):
+    env = {**os.environ, "OMP_NUM_THREADS": "1", **variables}
     done = subprocess.run(
         [sys.executable, "-m", "preheat", "generate", *args],
         check=False, stdin=subprocess.DEVNULL, capture_output=True, text=True, env=env,
@@ -53,8 +54,9 @@ def test_prompts_from_standard_input_and_files_agree(records, tmp_path):
     assert piped == records(*options, "--prompts", str(file))
 
 
-def test_text_alone_on_standard_output(records):
-    status, out, _ = generate("--prompt", "def add(a, b):", "--temperature", "0", "--max-tokens", "8")
+def test_text_alone_on_standard_output(records, tmp_path_factory):
+    cache = {"PREHEAT_CACHE_DIR": str(shared_code.folder_of(tmp_path_factory))}
+    status, out, _ = generate("--prompt", "def add(a, b):", "--temperature", "0", "--max-tokens", "8", **cache)
     assert status == 0
     (record,) = records("--prompt", "def add(a, b):", "--temperature", "0", "--max-tokens", "8")
     assert out == record["text"] + "\n"

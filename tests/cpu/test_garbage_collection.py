@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+
+from tests import shared_code
 
 SCRIPT = """
 import gc, weakref
@@ -21,6 +24,8 @@ assert gc.get_freeze_count() <= kept  # the second one freezes nothing
 """
 
 
-def test_imports_are_frozen_once_and_engines_never():
-    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=100, check=False)
+def test_imports_are_frozen_once_and_engines_never(tmp_path_factory):
+    env = os.environ | {"PREHEAT_CACHE_DIR": str(shared_code.folder_of(tmp_path_factory))}
+    command = [sys.executable, "-c", SCRIPT]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100, check=False, env=env)
     assert done.returncode == 0, done.stderr[-800:]

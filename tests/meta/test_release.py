@@ -18,6 +18,7 @@ from pathlib import Path
 import pytest
 
 import preheat
+from tests import shared_code
 from tests.meta.source import PACKAGE, ROOT
 from tools import sbom
 
@@ -95,7 +96,9 @@ def test_the_sdist_has_the_sources(dist: Path) -> None:
     assert [name for name in names if name.startswith((".venv", "dist/")) or "__pycache__" in name] == []
 
 
-def test_an_installed_wheel_runs_by_itself(wheel: Path, tmp_path: Path) -> None:
+def test_an_installed_wheel_runs_by_itself(
+    wheel: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory
+) -> None:
     """An installed wheel runs in a folder of its own.
 
     The folder comes before the repository's, beside the packages that the wheel needs.
@@ -103,7 +106,7 @@ def test_an_installed_wheel_runs_by_itself(wheel: Path, tmp_path: Path) -> None:
     site = tmp_path / "site"
     pip = ("install", "--quiet", "--no-deps", "--no-index", "--no-compile", "--disable-pip-version-check")
     run(sys.executable, "-m", "pip", *pip, "--target", site, wheel, cwd=tmp_path)
-    where = {"PYTHONPATH": str(site)}
+    where = {"PYTHONPATH": str(site), "PREHEAT_CACHE_DIR": str(shared_code.folder_of(tmp_path_factory))}
     code = "import preheat, importlib.metadata as m; print(preheat.__file__, m.version('preheat'))"
     file, installed = run(sys.executable, "-c", code, cwd=tmp_path, **where).split()
     assert Path(file).is_relative_to(site)
