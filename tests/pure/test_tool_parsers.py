@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 from collections.abc import Mapping
 from itertools import pairwise
 from pathlib import Path
@@ -256,6 +257,16 @@ def test_an_escape_may_be_cut_anywhere() -> None:
 @example(['"b":', "\xa0", "1"])
 def test_completed_arguments_are_valid_json(tokens: list[str]) -> None:
     read(whole_object("{" + "".join(tokens)))
+
+
+def test_calls_that_never_end_take_time_in_proportion() -> None:
+    times = []
+    for count in (100, 800):
+        begun = time.process_time()
+        found = parts(TOOL_PARSERS["pythonic"](TOOLS), "<function_calls>f(" * count + "[]</function_calls>")
+        times.append(time.process_time() - begun)
+        assert found == ("<function_calls>f(" * count + "[]</function_calls>", {})
+    assert times[1] < 24 * times[0]  # 64 times if each one is read to the end
 
 
 def test_an_object_in_an_object_in_an_object() -> None:

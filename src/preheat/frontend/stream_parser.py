@@ -21,6 +21,8 @@ Reading = Generator[None, None, Result]
 """Reads text, with ``yield from``, and gives a result."""
 
 _SPACE = re.compile(r"\s*")
+_BETWEEN_BRACKETS = re.compile(r"""[^()\[\]{}"'\\,;\s]+""")
+_WITHIN_STRING = re.compile(r"""[^"'\\]+""")
 _OPENING, _CLOSING = "([{", ")]}"
 
 
@@ -213,17 +215,17 @@ class StreamParser(ABC):
         """Return ``text`` without the characters that stand for literals."""
         return text.translate(self._bare) if self._bare else text
 
-    def value(self, quotes: str = '"') -> Reading[str | None]:
+    def value(self, quotes: str = '"', deepest: int | None = None) -> Reading[str | None]:
         """Read a JSON value and return its text.
 
         With other ``quotes``, it is a Python value. Brackets and strings alone decide where the value ends. None if the
-        text ends within it.
+        text ends within it, or more than ``deepest`` brackets are open.
         """
-        start, end = self._at, ValueEnd(quotes)
+        start, end = self._at, ValueEnd(quotes, deepest)
         while True:
             self._at = end.find(self._text, self._at)
             if end.found:
-                return self.bare(self._text[start : self._at])
+                return None if end.too_deep else self.bare(self._text[start : self._at])
             if not (yield from self.more()):
                 return self.bare(self._text[start : self._at]) if end.scalar else None
 
@@ -239,10 +241,10 @@ class StreamParser(ABC):
 class ValueEnd:
     """Search for the end of a JSON or Python value in text that arrives in pieces."""
 
-    def __init__(self, quotes: str = '"') -> None:
-        self._quotes = quotes
+    def __init__(self, quotes: str = '"', deepest: int | None = None) -> None:
+        self._quotes, self._deepest = quotes, deepest
         self._depth, self._quote, self._escaped = 0, "", False
-        self.found = self._begun = False
+        self.found = self._begun = self.too_deep = False
 
     @property
     def scalar(self) -> bool:
@@ -256,7 +258,11 @@ class ValueEnd:
         begins or goes on.
         """
         while at < len(text) and not self.found:
-            at += self._takes(text[at])
+            run = (_WITHIN_STRING if self._quote else _BETWEEN_BRACKETS).match(text, at)
+            if run is None or self._escaped:
+                at += self._takes(text[at])
+            else:
+                at, self._begun = run.end(), True
         return at
 
     def _takes(self, char: str) -> bool:
@@ -265,6 +271,7 @@ class ValueEnd:
             self._in_string(char)
         elif char in _OPENING:
             self._depth += 1
+            self.found = self.too_deep = self._deepest is not None and self._depth > self._deepest
         elif char in _CLOSING:
             self._depth -= 1
             self.found = self._depth <= 0

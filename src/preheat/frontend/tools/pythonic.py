@@ -13,6 +13,8 @@ from preheat.frontend.tools.base import ToolParser
 from preheat.frontend.tools.json_object import dumped
 
 _NAME = re.compile(r"[\w.]*")
+_DEEPEST = 100
+"""Most open brackets of arguments, as of JSON: to read each block to the end of the text would take too long."""
 _CONSTANTS = {"true": True, "false": False, "null": None}
 _BLOCKS: Mapping[str, str] = MappingProxyType(
     {"<|python_start|>": "<|python_end|>", "<function_calls>": "</function_calls>"}
@@ -68,7 +70,7 @@ class PythonicParser(ToolParser):
         start = self._at
         name = yield from self.matching(_NAME)
         if name and (yield from self.peek()) == "(":
-            text = yield from self.value(quotes="'\"")
+            text = yield from self.value(quotes="'\"", deepest=_DEEPEST)
             arguments = None if text is None else _arguments(text)
             if arguments is not None:
                 self.start_call(name, arguments)
