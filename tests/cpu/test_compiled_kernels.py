@@ -132,7 +132,7 @@ def multiplied(warps, stages, weight, form, sizes, *, y="*bf16", gated=False, ex
     """The kernel of products of a ``weight`` in tiles of ``sizes``, compiled; ``experts`` say how they are routed."""
     float8 = isinstance(weight, Float8)
     given = {"x": FP8 if float8 else "*bf16", "w": weight, "y": y} | ({} if experts is None else {"groups": ROUTED})
-    dense, more = all_rows if float8 else all_rows_masked, dict.fromkeys(("bias", "x_tiles", "w_tiles"))
+    dense, more = all_rows if float8 else all_rows_masked, dict.fromkeys(("bias", "x_tiles", "w_tiles", "ACTIVATION"))
     return compiled(
         gemm, warps, stages, given, **more, **({"groups": None} if experts is None else {}),
         MAP=by_expert if experts else dense, PRODUCT=products.float8 if float8 else products.codes,

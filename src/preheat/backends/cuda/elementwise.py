@@ -58,6 +58,16 @@ def clamped_silu_mul(gate, up):
     return (wide / (tl.exp(wide * -1.702) + 1.0) * more).to(gate.dtype)
 
 
+FUSED = ("silu_and_mul", "clamped_silu_and_mul")
+"""Activations that :func:`combined` knows. They have no sum with a product, which other kernels would fuse."""
+
+
+@triton.jit
+def combined(gate, up, KIND: tl.constexpr):
+    """Return the activation ``KIND``, one of :data:`FUSED` or None for silu(gate) * up."""
+    return clamped_silu_mul(gate, up) if KIND == "clamped_silu_and_mul" else silu_mul(gate, up)
+
+
 @triton.jit
 def gelu(x):
     """Return GELU by the error function, in fp32, rounded to the dtype."""

@@ -21,6 +21,7 @@ from preheat.backends.base.layers import ALONE, ExpertsWeights, LayerContext
 from preheat.backends.cuda.activation import activate, silu_and_mul
 from preheat.backends.cuda.closing import Unsummed
 from preheat.backends.cuda.collective import RankSums, add_ranks
+from preheat.backends.cuda.elementwise import FUSED
 from preheat.backends.cuda.linear_hopper import wide
 from preheat.backends.cuda.lora import Factors
 from preheat.backends.cuda.lora_blocks import Blocks, CudaAdapterRows
@@ -34,7 +35,7 @@ from preheat.backends.cuda.lora_routed import (
     shrink_slots,
 )
 from preheat.backends.cuda.matmul.config import Expanded, ExpertsConfig, Tile, Wide, experts_shape_of
-from preheat.backends.cuda.matmul.gemm import experts_product, experts_splits
+from preheat.backends.cuda.matmul.gemm import Gated, experts_product, experts_splits
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.layer import stored
 from preheat.backends.cuda.matmul.weights import DeviceWeight, PlainWeight, Weight
@@ -59,7 +60,7 @@ arrangement, and whether the layer is the first; inputs of the first layer are t
 
 
 class Apart(NamedTuple):
-    """An activation that is a launch of its own, and the layers' biases, if there are any.
+    """An activation that is a launch of its own where it is not fused, and the layers' biases, if there are any.
 
     The biases are [experts, 2 * inner] and [experts, hidden].
     """
@@ -88,8 +89,10 @@ def experts_rows(
 ) -> Tensor:  # fmt: skip
     """Return the outputs [arranged rows, hidden] of each expert, see :func:`experts_forward`."""
     if between is not None:
-        y = experts_layer(config.gate_up, x, gate_up, arrangement, gated=False, gathered=True, bias=between.gate_up)
-        inner = activate(y, between.activation)
+        fused = _fuses(config, between.activation)
+        gated: Gated = between.activation if fused else False
+        y = experts_layer(config.gate_up, x, gate_up, arrangement, gated=gated, gathered=True, bias=between.gate_up)
+        inner = y if fused else activate(y, between.activation)
         return experts_layer(config.down, inner, down, arrangement, gated=False, bias=between.down)
     if adding is None:
         inner = experts_layer(config.gate_up, x, gate_up, arrangement, gated=True)
@@ -100,6 +103,14 @@ def experts_rows(
     return adding(z, plain_rows(rows), arrangement, False)
 
 
+def _fuses(config: ExpertsConfig, activation: Activation) -> bool:
+    """Whether the kernel of gates and ups ends with the ``activation``.
+
+    A block of one slot has few programs, and each would have the work of two.
+    """
+    return config.block > 1 and activation in FUSED and config.gate_up.multiplies.kind == "tile"
+
+
 def activated(gate_up: Tensor, down: Weight) -> Rows:
     """Return silu(gate) * up of ``gate_up`` [rows, 2 * inner], as the layer ``down`` reads it, and plain."""
     how = down.quantized_input
@@ -107,20 +118,20 @@ def activated(gate_up: Tensor, down: Weight) -> Rows:
 
 
 def experts_layer(
-    choice: Tile | Wide | Expanded, x: Rows, weight: Weight, arrangement: Arrangement, *, gated: bool,
+    choice: Tile | Wide | Expanded, x: Rows, weight: Weight, arrangement: Arrangement, *, gated: Gated,
     gathered: bool | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the outputs of one of both layers by the kernel ``choice``.
 
     See :func:`preheat.backends.cuda.matmul.gemm.experts_product`.
     """
-    gathered = gated if gathered is None else gathered
+    gathered = bool(gated) if gathered is None else gathered
     if choice.kind == "tile":
         return experts_product(choice, x, weight, arrangement, gated=gated, gathered=gathered, bias=bias)
     if choice.kind == "expanded":
         plain = PlainWeight(weight.plain())
         return experts_layer(choice.choice, x, plain, arrangement, gated=gated, gathered=gathered, bias=bias)  # type: ignore[arg-type]
-    assert weight.form == "plain" and bias is None
+    assert weight.form == "plain" and bias is None and isinstance(gated, bool)
     rows = spread(weight.rows(x), arrangement) if gathered else weight.rows(x)
     y = weight.room(arrangement.rows, weight.shape[1] // 2 if gated else weight.shape[1])
     wide(choice, rows, weight, None, gated, y, arrangement.experts, arrangement.starts)

@@ -1,9 +1,9 @@
-"""The Triton kernel of linear layers and routed experts: y = x W^T + b, and silu(gate) * up behind it.
+"""The Triton kernel of linear layers and routed experts: y = x W^T + b, and an activation of gates and ups behind it.
 
 Contract. Every output is a sum of products over the inputs, in order, in one fp32 accumulator. Where the inputs are cut
 into splits, each split has its own accumulator, and the splits are added in a tree (:mod:`preheat.ops.matmul`). The
 bias is added in fp32. One rounding to the dtype follows. Gated: the first half of W's rows are gates, the second half
-ups; both are rounded like any output, then combined by :func:`preheat.backends.cuda.elementwise.silu_mul`. So the bits
+ups; both are rounded like any output, then combined by :func:`preheat.backends.cuda.elementwise.combined`. So the bits
 of a row depend neither on the number of rows nor on tiles or warps: tiles only assign outputs to programs.
 
 Three functions are constants of the kernel. The map pairs rows with matrices: all rows with one, or the rows of an
@@ -22,8 +22,9 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from preheat.backends.cuda.elementwise import silu_mul
-from preheat.backends.cuda.launch import begin, options
+from preheat.backends.cuda.device import card_at
+from preheat.backends.cuda.elementwise import combined
+from preheat.backends.cuda.launch import INTERPRETED, begin, options
 from preheat.backends.cuda.matmul.config import Tile, whole_groups
 from preheat.backends.cuda.matmul.products import (
     Codes,
@@ -36,6 +37,7 @@ from preheat.backends.cuda.matmul.products import (
     plain,
 )
 from preheat.backends.cuda.matmul.weights import STEP, DeviceWeight, PlainWeight, Weight, layout
+from preheat.ops.kinds import Activation
 from preheat.ops.quantization import QuantizedRows
 
 if TYPE_CHECKING:
@@ -44,6 +46,11 @@ if TYPE_CHECKING:
 GROUP: tl.constexpr = tl.constexpr(8)
 """Tiles of weights that programs running together share, so that the rows of x that they read stay in L2."""
 
+Gated = bool | Activation
+"""Whether outputs are gates and ups: the activation that combines them, or True for silu(gate) * up."""
+
+WHOLE_ROWS = 32
+"""Rows of a tile from which a step of MXFP4 is one product on Hopper. A product of fewer is over at once."""
 
 FEW = 16
 """Rows of a tile that may be mostly empty."""
@@ -217,13 +224,14 @@ def _name(specialization: Any) -> str:
 def gemm(
     x, w, groups, bias, y, x_tiles, w_tiles, rows, outputs, inputs, size, MAP: tl.constexpr, PRODUCT: tl.constexpr,
     SUM: tl.constexpr, FORM: tl.constexpr, GROUPS: tl.constexpr, CUT: tl.constexpr, gated: tl.constexpr,
-    overlap: tl.constexpr,
+    ACTIVATION: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile [CUT.outputs, CUT.rows] of y a program.
 
     ``outputs`` are the columns of y, ``inputs`` the numbers of a row of x, ``size`` the inputs of a split. Outputs
     beyond the last one are computed as copies of it; neither they nor rows beyond the last one are stored. ``x_tiles``
-    and ``w_tiles`` are x and w for the copy engine, or None.
+    and ``w_tiles`` are x and w for the copy engine, or None. ``ACTIVATION`` combines gates and ups;
+    None: silu(gate) * up.
     """
     begin(overlap)
     if groups is not None:  # noqa: SIM102 - one is known to the compiler
@@ -238,7 +246,7 @@ def gemm(
     dtype: tl.constexpr = y.dtype.element_ty
     result = _rounded(total, bias, out, dtype)
     if gated:
-        result = silu_mul(result, _rounded(up, bias, out + outputs, dtype))
+        result = combined(result, _rounded(up, bias, out + outputs, dtype), ACTIVATION)
     if groups is not None and CUT.splits > 1:
         y += tl.cast(tl.program_id(1), tl.int64) * groups.numbers
     outs, lanes = tl.arange(0, CUT.outputs)[:, None], tl.arange(0, CUT.rows)[None, :]
@@ -286,8 +294,19 @@ def _codes(tile: Tile, x: Tensor, weight: DeviceWeight, size: int) -> _Operands:
     scheme = weight.scheme
     each = weight.scales[0].numel() if weight.scales.ndim > 2 else 0
     w = Codes(weight.codes, weight.scales, weight.zeros, weight.index, *layout(weight)[1:], each)
-    form = CodesForm(scheme.bits == 4, scheme.group, whole_groups(scheme), scheme.code == "fp4", scheme.powers)
+    whole = scheme.powers and x.dtype == torch.bfloat16 and _by_warp_groups(tile)
+    powers = scheme.powers, weight.large_scales, whole
+    form = CodesForm(scheme.bits == 4, scheme.group, whole_groups(scheme), scheme.code == "fp4", *powers)
     return _Operands(x, w, codes, form, {}, _depth(tile, size))
+
+
+def _by_warp_groups(tile: Tile) -> bool:
+    """Whether Hopper multiplies a ``tile`` of many rows by an instruction of four warps.
+
+    Triton then makes numbers of the codes of one step while the matrix unit multiplies the numbers made before.
+    """
+    many = tile.rows >= WHOLE_ROWS and tile.outputs >= 64 and tile.warps % 4 == 0
+    return many and not INTERPRETED and card_at().is_hopper
 
 
 def _depth(tile: Tile, size: int) -> int:
@@ -301,6 +320,11 @@ OPERANDS: Mapping[str, Callable[[Tile, Any, Any, int], _Operands]] = {
     "float8": _float8,
 }
 """From the form of a weight to the operands of a launch, for a tile, rows, the weight and the inputs of a split."""
+
+
+def _gates(gated: Gated) -> dict[str, Any]:
+    """Return the constants of a launch that is ``gated``."""
+    return {"gated": bool(gated), "ACTIVATION": gated if isinstance(gated, str) else None}
 
 
 def multiply(
@@ -320,14 +344,14 @@ def multiply(
         given.x, given.w, None, bias, y, x_tiles, w_tiles, rows, columns, inputs, size,
         MAP=all_rows_masked if given.product is codes or _masks(given.form) else all_rows, PRODUCT=given.product,
         SUM=unrolled if given.product is plain else looped, FORM=given.form, GROUPS=None,
-        CUT=Cut(tile.outputs, tile.rows, given.depth, splits), gated=gated, **given.options,
+        CUT=Cut(tile.outputs, tile.rows, given.depth, splits), **_gates(gated), **given.options,
         **options(num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip
 
 
 def multiply_experts(
     tile: Tile, x: Tensor | QuantizedRows, weight: Weight, arrangement: Arrangement, y: Tensor, *,
-    gated: bool, gathered: bool, splits: int = 1, bias: Tensor | None = None,
+    gated: Gated, gathered: bool, splits: int = 1, bias: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Write to ``y`` [arranged rows, columns] the outputs of one layer of all experts.
 
@@ -348,13 +372,13 @@ def multiply_experts(
         GROUPS=RoutedForm(
             experts, arrangement.top_k, gathered, arrangement.block > 1, arrangement.own is not None, first
         ),
-        CUT=Cut(tile.outputs, tile.rows, given.depth, splits), gated=gated, **given.options,
+        CUT=Cut(tile.outputs, tile.rows, given.depth, splits), **_gates(gated), **given.options,
         **options(num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip
 
 
 def experts_product(
-    tile: Tile, x: Tensor | QuantizedRows, weight: Weight, arrangement: Arrangement, *, gated: bool,
+    tile: Tile, x: Tensor | QuantizedRows, weight: Weight, arrangement: Arrangement, *, gated: Gated,
     gathered: bool | None = None, dtype: torch.dtype | None = None, bias: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return rows [arranged rows, columns] of one layer of all experts.
@@ -362,7 +386,7 @@ def experts_product(
     See :func:`multiply_experts`. The result is in ``dtype``, by default the model's. Without ``gathered``, rows are
     gathered if they are ``gated``.
     """
-    gathered = gated if gathered is None else gathered
+    gathered = bool(gated) if gathered is None else gathered
     y = weight.room(arrangement.rows, weight.shape[1] // 2 if gated else weight.shape[1], dtype=dtype)
     multiply_experts(tile, weight.rows(x), weight, arrangement, y, gated=gated, gathered=gathered, bias=bias)
     return y

@@ -25,7 +25,8 @@ import triton
 import triton.language as tl
 
 from preheat.backends.cuda.launch import COMPILED
-from preheat.backends.cuda.matmul.weights import STEP, decoded, lying, of_nibbles, powers_decoded, scales_of, unshuffled
+from preheat.backends.cuda.matmul.mxfp4 import lying, powers_decoded
+from preheat.backends.cuda.matmul.weights import STEP, decoded, nibbles, of_nibbles, scales_of
 
 
 class Plain(NamedTuple):
@@ -59,7 +60,9 @@ class CodesForm(NamedTuple):
     """Constants of weights as codes of ``four`` bits or eight.
 
     Each ``group`` inputs have a scale; with ``group`` 0 all inputs share one. ``even``: weights that are decoded at a
-    time are of one group. ``e2m1``: four bits are a float. ``powers``: scales are powers of two, a word for each step.
+    time are of one group. ``e2m1``: four bits are a float. ``powers``: scales are powers of two, a word for each step;
+    some of them are ``large``, see :class:`preheat.backends.cuda.matmul.weights.DeviceWeight`. ``whole``: a step is one
+    product of 128 inputs, else two of 64, in the same order.
     """
 
     four: bool
@@ -67,6 +70,8 @@ class CodesForm(NamedTuple):
     even: bool
     e2m1: bool = False
     powers: bool = False
+    large: bool = False
+    whole: bool = False
 
 
 class Float8(NamedTuple):
@@ -149,7 +154,10 @@ def _inputs(x, token, there, k, size, inputs, INPUTS: tl.constexpr):
 
 @triton.jit
 def _codes_sum(acc, w, xs, xs_high, out, k, size, outputs, FORM: tl.constexpr):
-    """Add the products of a step's inputs to ``acc`` [outputs, rows], in order."""
+    """Add the products of a step's inputs to ``acc`` [outputs, rows], in order.
+
+    ``xs`` are the inputs of the step's first half or, with ``FORM.whole``, all of them; ``xs_high`` are the others.
+    """
     dtype: tl.constexpr = xs.dtype
     HALF: tl.constexpr = STEP // 2
     codes, scales, zeros, index, groups, row_bytes = w
@@ -157,24 +165,27 @@ def _codes_sum(acc, w, xs, xs_high, out, k, size, outputs, FORM: tl.constexpr):
         rows = lying(out)
         pair = tl.load(codes + rows.to(tl.int64)[:, None] * row_bytes + (k // 2 + tl.arange(0, HALF))[None, :])
         words = tl.load(scales + (k // STEP) * outputs + rows)
-        acc = tl.dot(powers_decoded(pair, words, False), xs, acc, input_precision="ieee")
-        acc = tl.dot(powers_decoded(pair, words, True), xs_high, acc, input_precision="ieee")
+        low, high = powers_decoded(pair, words, False, FORM.large), powers_decoded(pair, words, True, FORM.large)
+        if FORM.whole:
+            both = tl.join(low, high).permute(0, 2, 1).reshape(out.shape[0], STEP)
+            acc = tl.dot(both, xs, acc, input_precision="ieee")
+        else:
+            acc = tl.dot(low, xs, acc, input_precision="ieee")
+            acc = tl.dot(high, xs_high, acc, input_precision="ieee")
     elif FORM.four:
         pair = tl.load(codes + out.to(tl.int64)[:, None] * row_bytes + (k // 2 + tl.arange(0, HALF))[None, :])
-        if FORM.powers:
-            pair = unshuffled(pair)
+        low, high = nibbles(pair, False, FORM.powers), nibbles(pair, True, FORM.powers)
         scale, zero = scales_of(
-            scales, zeros, index, out, k, size, outputs, groups, FORM.group, FORM.even, HALF, FORM.powers
+            scales, zeros, index, out, k, size, outputs, groups, FORM.group, FORM.even, HALF, FORM.powers, FORM.large
         )
-        acc = tl.dot(
-            decoded(of_nibbles(pair & 0xF, FORM.e2m1), scale, zero, zeros, dtype), xs, acc, input_precision="ieee"
-        )
+        acc = tl.dot(decoded(of_nibbles(low, FORM.e2m1), scale, zero, zeros, dtype), xs, acc, input_precision="ieee")
         if not FORM.even or FORM.group // STEP * STEP != FORM.group:
             scale, zero = scales_of(
-                scales, zeros, index, out, k + HALF, size, outputs, groups, FORM.group, FORM.even, HALF, FORM.powers
-            )
+                scales, zeros, index, out, k + HALF, size, outputs, groups, FORM.group, FORM.even, HALF,
+                FORM.powers, FORM.large,
+            )  # fmt: skip
         acc = tl.dot(
-            decoded(of_nibbles(pair >> 4, FORM.e2m1), scale, zero, zeros, dtype), xs_high, acc, input_precision="ieee"
+            decoded(of_nibbles(high, FORM.e2m1), scale, zero, zeros, dtype), xs_high, acc, input_precision="ieee"
         )
     else:  # code behind a return would be compiled, too
         columns = k + tl.arange(0, STEP)
@@ -210,7 +221,7 @@ def codes(
     for start in range(0, size, INPUTS):
         for part in tl.static_range(INPUTS // STEP):
             k = tl.cast(start, tl.int32) + part * STEP
-            if FORM.four:
+            if FORM.four and not FORM.whole:
                 xs = _inputs(x, token, there, k, size, inputs, STEP // 2)
                 high = _inputs(x, token, there, k + STEP // 2, size, inputs, STEP // 2)
             else:

@@ -225,11 +225,10 @@ def _guess(shape: ExpertsShape, tokens: int, *, hopper: bool) -> ExpertsConfig:
     alone = slots * ALONE <= shape.num_experts
     if shape.scheme is not None:
         rows = 16 if slots <= 16 * shape.num_experts else 64
-        if shape.scheme.powers and rows > 16:
-            return _powers_experts(128 if slots > 64 * shape.num_experts else 64)
+        if shape.scheme.powers and not alone:
+            return _powers_experts(16 if rows == 16 else 128 if slots > 64 * shape.num_experts else 64, hopper)
         deep = 256 if alone and whole_groups(shape.scheme) else 128
-        most = 6 if shape.scheme.powers and not alone else 4
-        tiles = (_codes_expert(layer, rows, deep, most) for layer in (shape.gate_up, shape.down))
+        tiles = (_codes_expert(layer, rows, deep, 4) for layer in (shape.gate_up, shape.down))
         return ExpertsConfig(1 if alone else rows, *tiles)
     if shape.dtype != torch.bfloat16:
         return ExpertsConfig(1 if alone else PLAIN[shape.dtype].block, *PLAIN[shape.dtype][1:])
@@ -252,7 +251,12 @@ def _codes_expert(layer: LinearShape, rows: int, deep: int, most: int) -> Tile:
     return Tile(64, rows, deep, 4, max(2, min(most, room)))
 
 
-def _powers_experts(rows: int) -> ExpertsConfig:
-    """Guess tiles of MXFP4 for many rows: weights are made of codes once for each block of ``rows`` rows."""
-    tile = Tile(128, rows, 128, 8, 4 if rows == 64 else 3)
-    return ExpertsConfig(rows, tile, tile)
+def _powers_experts(rows: int, hopper: bool) -> ExpertsConfig:
+    """Guess tiles of MXFP4: weights are made of codes once for each block of ``rows`` rows.
+
+    A warp makes 32 outputs, of the first layer 16 gates and 16 ups: what it does besides is then half as much. Only on
+    Hopper have registers room for the sums of 128 gates and 128 ups.
+    """
+    warps, stages = (8, 3) if rows == 128 else (4, 3) if rows == 64 else (4, 5)
+    down = Tile(128, rows, 128, warps, stages)
+    return ExpertsConfig(rows, down if rows == 128 and hopper else Tile(64, rows, 128, warps, stages), down)

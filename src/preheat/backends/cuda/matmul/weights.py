@@ -13,10 +13,10 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
-from triton.language.extra.cuda import num_warps
 
-from preheat.backends.cuda.launch import begin, multiplied_by_warp_groups, options, widened
+from preheat.backends.cuda.launch import begin, options, widened
 from preheat.backends.cuda.matmul.config import may_be_shuffled, whole_groups
+from preheat.backends.cuda.matmul.mxfp4 import LARGE_WORDS, mixed, mixed_nibbles, powers_of, words_of
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_rows
 from preheat.ops.fp4 import nibbles_of
@@ -74,7 +74,8 @@ class DeviceWeight:
     ``codes`` are [outputs, inputs]. Codes of four bits are uint8 [outputs, whole steps * 64]. ``scales`` and ``zeros``
     are fp32 [groups, outputs]. Experts, if there are any, are the first dimension. Zero points are fp32, because the
     compiler would load zero points of two bytes where they are needed, and not ahead. Scales that are powers of two are
-    int32 [steps, outputs] instead: a word has the exponents of a step's four groups as bytes (e8m0).
+    int32 [steps, outputs] instead: a word has the exponents of a step's four groups as bytes, see
+    :func:`preheat.backends.cuda.matmul.mxfp4.words_of`.
 
     ``shuffled``: codes of four bits lie in the order of Hopper's matrix unit. Their scales are numbers of float16, or
     of bfloat16 and stored in it. :mod:`preheat.backends.cuda.linear_hopper_small_m` reads shuffled weights; other
@@ -100,11 +101,11 @@ class DeviceWeight:
 
         A weight may be ``shuffled`` only if :func:`can_be_shuffled` is true of it.
         """
-        codes, scales = weight.codes, weight.scales
-        scales = (_words(scales, splits) if weight.scheme.powers else scales).transpose(-1, -2).contiguous()
+        codes, powers = weight.codes, weight.scheme.powers
+        scales = words_of(weight.scales, splits) if powers else weight.scales.transpose(-1, -2).contiguous()
         if weight.scheme.bits == 4:
-            order = "abcd" if not (shuffled or weight.scheme.powers) else "cadb" if shuffled else "cabd"
-            codes = _packed(nibbles_of(codes) if weight.scheme.code == "fp4" else codes, order, splits)
+            halves = _halves(nibbles_of(codes) if weight.scheme.code == "fp4" else codes, splits)
+            codes = mixed(*halves) if powers else _packed(*halves, "cadb" if shuffled else "abcd")
         zeros = None if weight.zeros is None else weight.zeros.transpose(-1, -2).contiguous().float()
         if shuffled and _same(scales, torch.bfloat16):
             scales = scales.bfloat16()
@@ -125,6 +126,11 @@ class DeviceWeight:
     def bf16_scales(self) -> bool:
         """Whether scales are stored in bfloat16."""
         return self.scales.dtype == torch.bfloat16
+
+    @property
+    def large_scales(self) -> bool:
+        """Whether scales that are powers of two are too large to be raised."""
+        return self.scales.dtype == LARGE_WORDS
 
     @property
     def form(self) -> Literal["codes", "float8"]:
@@ -175,26 +181,27 @@ def _same(scales: Tensor, dtype: torch.dtype) -> bool:
     return torch.equal(scales.to(dtype).float(), scales)
 
 
-def _packed(codes: Tensor, order: str, splits: int) -> Tensor:
-    """Pack two codes of four bits into a byte: int8 between -8 and 7, or nibbles in uint8.
+def _halves(codes: Tensor, splits: int) -> tuple[Tensor, Tensor]:
+    """Return the codes, uint8 below 16, of the inputs of both halves of each step: int8 between -8 and 7, or nibbles.
 
-    The inputs of each split are filled up with zeros to whole steps. Bytes of inputs 16 a + 8 b + 2 c + d of a step lie
-    in the ``order`` of these letters. Where c and a come first, a lane of the matrix unit finds its sixteen bytes side
-    by side.
+    The inputs of each split are filled up with zeros to whole steps. Results are [..., steps, 4, 2, 4, 2]: inputs
+    16 a + 8 b + 2 c + d of half a step.
     """
     parts = codes.unflatten(-1, (splits, -1))
     padded = torch.nn.functional.pad(parts, (0, -parts.shape[-1] % STEP.value)).view(torch.uint8) & 0xF
-    low, high = padded.view(*codes.shape[:-1], -1, 2, STEP.value // 2).unbind(-2)
-    both = (low | high << 4).unflatten(-1, (4, 2, 4, 2))
+    low, high = padded.view(*codes.shape[:-1], -1, 2, 4, 2, 4, 2).unbind(-5)
+    return low, high
+
+
+def _packed(low: Tensor, high: Tensor, order: str) -> Tensor:
+    """Pack two codes of four bits into a byte.
+
+    Bytes of inputs 16 a + 8 b + 2 c + d of a step lie in the ``order`` of these letters. Where c and a come first, a
+    lane of the matrix unit finds its sixteen bytes side by side.
+    """
+    both = low | high << 4
     laid: Tensor = both.movedim(["abcd".index(letter) - 4 for letter in order], [-4, -3, -2, -1])
     return laid.flatten(-5)
-
-
-def _words(scales: Tensor, splits: int) -> Tensor:
-    """Pack the exponents of four groups into a word: int32 [..., outputs, steps of all splits]; halved scales."""
-    exponents = torch.frexp(scales)[1].add_(127).unflatten(-1, (splits, -1))
-    padded = torch.nn.functional.pad(exponents, (0, -exponents.shape[-1] % 4)).to(torch.uint8)
-    return padded.flatten(-2).contiguous().view(torch.int32)
 
 
 @triton.jit
@@ -220,86 +227,28 @@ def of_nibbles(nibbles, E2M1: tl.constexpr):
     return numbers
 
 
-def _e2m1(high: bool) -> str:
-    """Return the assembly that converts the low or the ``high`` codes of four bytes to numbers, times their scales.
-
-    The bits of e2m1 are the highest bits of a number of bfloat16 that is 2**126 times smaller. Registers of the result
-    are pairs of neighbors, so the middle bytes change places first.
-    """
-    start = "{ .reg .b32 codes, sign, word, most, none; prmt.b32 codes, $2, $2, 0x3120;"
-    lines = [start, "mov.b32 most, 0x7E807E80;", "mov.b32 none, 0x80008000;"]
-    for pair in (0, 1):
-        left, up = 12 - 4 * (2 * pair + high), 6 - 4 * (2 * pair + high)  # to the bits 15, and 8 to 6, of a number
-        lines += [
-            f"shl.b32 sign, codes, {left};",
-            f"shl.b32 word, codes, {up};" if up > 0 else f"shr.u32 word, codes, {-up};",
-            "and.b32 word, word, 0x01C001C0;",
-            "lop3.b32 word, sign, 0x80008000, word, 0xEA;",
-            "fma.rn.bf16x2 word, word, most, none;",
-            f"fma.rn.bf16x2 ${pair}, word, ${3 + pair}, none;",
-        ]
-    return " ".join([*lines, "}"])
-
-
-E2M1_LOW, E2M1_HIGH = tl.constexpr(_e2m1(False)), tl.constexpr(_e2m1(True))
-
-
 @triton.jit
-def _power(words, number: tl.constexpr):
-    """Return the scale of group ``number`` of a step, bfloat16, from ``words`` of four exponents."""
-    bits = tl.maximum(((words >> (number * 8)) & 0xFF) << 7, 0x40)  # 2**-127 is below the least normal number
-    return bits.to(tl.int16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def lying(out):
-    """Return the outputs in the order in which :func:`powers_decoded` reads them.
-
-    A lane that loads sixteen bytes of an output then has the numbers that the matrix unit wants from it.
-    """
-    return out.reshape(out.shape[0] // 16, 2, 8).permute(1, 0, 2).reshape(out.shape[0])
-
-
-@triton.jit
-def powers_decoded(pair, words, HIGH: tl.constexpr):
-    """Return the numbers, bfloat16, of the low or the ``HIGH`` bits of ``pair`` [outputs, half a step], in order.
-
-    Outputs lie as :func:`lying` says, bytes are shuffled. ``words`` [outputs] are the scales of the step's groups.
-    """
-    OUTPUTS: tl.constexpr = pair.shape[0]
-    HALF: tl.constexpr = pair.shape[1]
-    FIRST: tl.constexpr = 2 if HIGH else 0
-    second = (tl.arange(0, HALF) // 8 % 2 == 1)[None, :]  # bytes of the second group of a half
-    scales = tl.where(second, _power(words, FIRST + 1)[:, None], _power(words, FIRST)[:, None])
-    PURE: tl.constexpr = multiplied_by_warp_groups(OUTPUTS, num_warps())  # see widened
-    numbers = tl.inline_asm_elementwise(
-        E2M1_HIGH if HIGH else E2M1_LOW, "=&r,=&r,r,r,r", [pair, scales], dtype=tl.bfloat16, is_pure=PURE, pack=4
-    )
-    return numbers.reshape(2, OUTPUTS // 16, 8, 4, 4, 2, 2).permute(1, 0, 2, 4, 5, 3, 6).reshape(OUTPUTS, HALF)
-
-
-@triton.jit
-def unshuffled(pair):
-    """Return the bytes ``pair`` [outputs, half a step] of weights with powers in the order of their inputs."""
-    return pair.reshape(pair.shape[0], 4, 4, 2, 2).permute(0, 2, 3, 1, 4).reshape(pair.shape)
+def nibbles(pair, HIGH: tl.constexpr, POWERS: tl.constexpr):
+    """Return the codes of half a step, the second with ``HIGH``, from bytes ``pair`` that are not shuffled."""
+    if POWERS:
+        return mixed_nibbles(pair, HIGH)
+    return pair >> 4 if HIGH else pair & 0xF
 
 
 @triton.jit
 def scales_of(
     scales, zeros, index, out, k, size, outputs, groups, GROUP: tl.constexpr, EVEN: tl.constexpr,
-    INPUTS: tl.constexpr, POWERS: tl.constexpr = False,
+    INPUTS: tl.constexpr, POWERS: tl.constexpr = False, LARGE: tl.constexpr = False,
 ):  # fmt: skip
     """Load scales and zero points of ``INPUTS`` weights of each output, from input ``k`` of ``size`` on.
 
     The result is [outputs, 1] if the weights are ``EVEN``, all of one group, else [outputs, INPUTS]. ``POWERS``: a word
-    of ``scales`` has the exponents of a step's four groups.
+    of ``scales`` has the exponents of a step's four groups, of ``LARGE`` scales as stored.
     """
     columns = k + tl.arange(0, INPUTS)
     if POWERS:
         words = tl.load(scales + (k // STEP) * outputs + out)
-        exponent = (words[:, None] >> (columns % STEP // GROUP * 8)[None, :]) & 0xFF
-        halved = tl.where(exponent > 1, (exponent - 1) << 23, 0x200000 << exponent)  # the last two are not normal
-        scale = halved.to(tl.float32, bitcast=True)
+        scale = powers_of(words, columns % STEP, GROUP, LARGE)
     else:
         if GROUP == 0:
             at = out[:, None]
@@ -329,8 +278,8 @@ def decoded(numbers, scale, zero, zeros, dtype: tl.constexpr):
 @triton.jit
 def _dequantize(
     codes, scales, zeros, index, weight, outputs, inputs, size, groups, row_bytes, split_bytes, FOUR: tl.constexpr,
-    E2M1: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, POWERS: tl.constexpr, SHUFFLED: tl.constexpr,
-    OUTPUTS: tl.constexpr, overlap: tl.constexpr,
+    E2M1: tl.constexpr, GROUP: tl.constexpr, EVEN: tl.constexpr, POWERS: tl.constexpr, LARGE: tl.constexpr,
+    SHUFFLED: tl.constexpr, OUTPUTS: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Dequantize one step of one split for ``OUTPUTS`` outputs."""
     begin(overlap)
@@ -350,12 +299,12 @@ def _dequantize(
         pair = tl.load(codes + out.to(tl.int64)[:, None] * row_bytes + (k // 2 + tl.arange(0, HALF))[None, :])
         if SHUFFLED:
             pair = pair.reshape(OUTPUTS, 4, 4, 2, 2).permute(0, 2, 4, 1, 3).reshape(OUTPUTS, HALF)
-        if POWERS:
-            pair = unshuffled(pair)
         for half in tl.static_range(2):
             at = k + half * HALF
-            scale, zero = scales_of(scales, zeros, index, out, at, size, outputs, groups, GROUP, EVEN, HALF, POWERS)
-            w = decoded(of_nibbles((pair >> (4 * half)) & 0xF, E2M1), scale, zero, zeros, dtype)
+            scale, zero = scales_of(
+                scales, zeros, index, out, at, size, outputs, groups, GROUP, EVEN, HALF, POWERS, LARGE
+            )
+            w = decoded(of_nibbles(nibbles(pair, half == 1, POWERS), E2M1), scale, zero, zeros, dtype)
             columns = (at + tl.arange(0, HALF))[None, :]
             tl.store(to + columns, w, mask=(rows < outputs)[:, None] & (columns < size))
     else:
@@ -376,7 +325,7 @@ def dequantized(weight: DeviceWeight) -> Tensor:
         weight.codes, weight.scales, weight.zeros, weight.index, result, outputs, inputs, *layout(weight), OUTPUTS=32,
         SHUFFLED=weight.shuffled, FOUR=weight.scheme.bits == 4, E2M1=weight.scheme.code == "fp4",
         GROUP=weight.scheme.group, EVEN=whole_groups(weight.scheme), POWERS=weight.scheme.powers,
-        **options(num_warps=4, num_stages=1),
+        LARGE=weight.large_scales, **options(num_warps=4, num_stages=1),
     )  # fmt: skip
     return result
 
