@@ -138,7 +138,7 @@ class Step:
 @contextmanager
 def used(config: Config) -> Iterator[None]:
     """Let ``config`` be the configuration of each step."""
-    with mock.patch.object(delta, "PROMPTS", config), mock.patch.object(delta, "DECODING", config):
+    with mock.patch.multiple(delta, ONE=config, PROMPTS=config, DECODING=config):
         yield
 
 
@@ -146,7 +146,7 @@ def measure(case: str, quick: bool, bandwidth: float, clock: float, backend: Bac
     """Return a line for each configuration of ``case``, the fastest one first; the first line is the layer's."""
     lengths = lengths_of(case)
     step, decode, limit = Step(lengths, backend), max(lengths) == 1, limit_us(lengths, bandwidth, clock)
-    own, lines, right = delta.DECODING if decode else delta.PROMPTS, [], None
+    own, lines, right = delta.DECODING if decode else delta.ONE if len(lengths) == 1 else delta.PROMPTS, [], None
     for config in [own] if quick else dict.fromkeys((own, *(DECODING if decode else PROMPTS))):
         line = {"case": case, **config._asdict(), "in_use": config == own, "limit_us": round(limit, 1)}
         try:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from preheat import LLM, SamplingParams
 from preheat.backends.cuda import delta
-from preheat.backends.cuda.delta import DECODING, PROMPTS, Config, CudaRecurrences
+from preheat.backends.cuda.delta import DECODING, ONE, PROMPTS, Config, CudaRecurrences
 from preheat.core import StepStates
 from preheat.errors import NotInvariant
 from preheat.ops.delta import delta_rule
@@ -64,11 +64,12 @@ def layer(lengths: tuple[int, ...] = LENGTHS, value: Recurrence = VALUE) -> Delt
 
 
 @pytest.mark.parametrize(
-    "config", [PROMPTS, DECODING, *map(Config._make, ((4, 1, 8, 2), (16, 1, 4, 1), (16, 4, 32, 4), (64, 8, 0, 2)))]
+    "config", [ONE, PROMPTS, DECODING, *map(Config._make, ((4, 1, 8, 2), (16, 1, 4, 1), (16, 4, 32, 4), (64, 8, 0, 2)))]
 )
 @pytest.mark.parametrize("key_dim", [64, 128, 256])
 def test_the_recurrence_has_the_bits_of_the_reference(config, key_dim, monkeypatch):
     """The order of every sum is the contract's, in any configuration, and nothing is fused."""
+    monkeypatch.setattr(delta, "ONE", config)
     monkeypatch.setattr(delta, "PROMPTS", config)
     value = Recurrence(key_heads=2, value_heads=4, key_dim=key_dim, value_dim=128, taps=4)
     made = layer((33, 1, 5), value)

@@ -29,23 +29,30 @@ class Config(NamedTuple):
     """The columns of a program of the recurrence, its warps, and the most rows with programs of their own.
 
     A program takes further rows in turn. ``chunk``: numbers of as many tokens come through shared memory at once; with
-    0, each thread asks for its numbers one token ahead. None of these changes a bit.
+    0, each thread asks for its numbers one token ahead. ``registers``: the most of a thread; None: the compiler's
+    choice. None of these changes a bit.
     """
 
     columns: int
     warps: int
     chunk: int
     rows: int
+    registers: int | None = None
 
 
 ALL = 1 << 16
 """Each row has programs of its own."""
 
-PROMPTS, DECODING = Config(32, 4, 16, 32), Config(16, 4, 0, ALL)
-"""For steps with prompts, and for steps of decoding rows only.
+ONE, PROMPTS, DECODING = Config(16, 4, 16, 1), Config(32, 4, 16, 32, registers=128), Config(16, 4, 0, ALL)
+"""For a step of one row with a prompt, for other steps with prompts, and for steps of decoding rows only.
 
-Measured on an H100: with Qwen3.5-35B-A3B's sizes a prompt of 2,048 tokens takes 0.72 ms a layer, and 2.88 ms where each
-thread asks one token ahead.
+The rows of a step with prompts are on the device alone, so both kernels are launched, and one of them ends at once.
+A row alone has few programs: more of them, of fewer columns each, keep all multiprocessors busy. Many rows have enough
+programs, and four of them share a multiprocessor: so a thread has at most 128 registers.
+
+Measured on an H200, a layer of Qwen3.5-35B-A3B: one prompt of 2,048 tokens takes 0.64 ms with ``ONE`` and 0.70 ms with
+``PROMPTS``; four such prompts take 1.66 ms and 1.29 ms. On an H100 the former takes 2.88 ms where each thread asks one
+token ahead.
 """
 
 WINDOW_UNITS = 64
@@ -164,28 +171,39 @@ class CudaRecurrences:
 
     def recur(self, inputs: StepInputs, x: Tensor, value: Recurrence, states: DeltaStates, made: list[Tensor]) -> None:
         """Fill the last of ``made`` with the answers, and move the states on."""
-        columns, warps, chunk, rows = DECODING if inputs.width else PROMPTS
+        columns, warps, chunk, rows, _ = DECODING if inputs.width else PROMPTS
         columns = min(columns, value.value_dim)
         chunked = chunk and not INTERPRETED and value.key_dim % 32 == 0 and columns % (4 * warps) == 0
-        heads = {
-            "KEY_HEADS": value.key_heads, "SHARE": value.value_heads // value.key_heads, "KEY": value.key_dim,
-            "VALUE": value.value_dim, "PARTS": self._table.parts_at,
-        }  # fmt: skip
-        lanes, run = kernels.split_of(value.key_dim)
-        split = {"COLUMNS": columns, "RUN": run, "LANES": lanes}
-        grid = value.value_dim // columns, value.value_heads, min(rows, inputs.rows)
-        if not chunked:
-            kernels.recur[grid](
-                x, inputs.positions, self.words, states.window, states.matrix, *made, x.stride(0), TAPS=value.taps,
-                **heads, **split, enable_fp_fusion=False, **options(num_warps=warps, num_stages=1),
-            )  # fmt: skip
+        if chunked:
+            self._recur_prompts(inputs, x, value, states, made)
             return
-        # A prompt has about as many programs as the device has multiprocessors, and each should have one to itself.
-        recur_prompts[grid](
-            inputs.positions, self.words, states.matrix, *made, CHUNK=chunk, **heads, **split,
-            enable_fp_fusion=False, **options(num_warps=warps, num_stages=1, alone=True),
+        kernels.recur[(value.value_dim // columns, value.value_heads, min(rows, inputs.rows))](
+            x, inputs.positions, self.words, states.window, states.matrix, *made, x.stride(0), TAPS=value.taps,
+            **self._sizes(value, columns), enable_fp_fusion=False, **options(num_warps=warps, num_stages=1),
         )  # fmt: skip
-        kernels.keep_windows[(WINDOW_UNITS, grid[2])](
+
+    def _recur_prompts(
+        self, inputs: StepInputs, x: Tensor, value: Recurrence, states: DeltaStates, made: list[Tensor]
+    ) -> None:
+        """Do as :meth:`recur` with tokens from shared memory."""
+        for config, one in ((ONE, True), (PROMPTS, False)):
+            columns = min(config.columns, value.value_dim)
+            grid = value.value_dim // columns, value.value_heads, min(config.rows, inputs.rows)
+            # A prompt has about as many programs as the device has multiprocessors, and each should have one to itself.
+            recur_prompts[grid](
+                inputs.positions, self.words, states.matrix, *made, ONE=one, CHUNK=config.chunk,
+                **self._sizes(value, columns), enable_fp_fusion=False, maxnreg=config.registers,
+                **options(num_warps=config.warps, num_stages=1, alone=True),
+            )  # fmt: skip
+        kernels.keep_windows[(WINDOW_UNITS, min(PROMPTS.rows, inputs.rows))](
             x, inputs.positions, self.words, states.window, x.stride(0), PARTS=self._table.parts_at,
             CHANNELS=value.channels, TAPS=value.taps, UNITS=WINDOW_UNITS, **options(num_warps=1, num_stages=1),
         )  # fmt: skip
+
+    def _sizes(self, value: Recurrence, columns: int) -> dict[str, int]:
+        """Return the sizes that a kernel of the recurrence with ``columns`` a program is compiled for."""
+        lanes, run = kernels.split_of(value.key_dim)
+        return {
+            "KEY_HEADS": value.key_heads, "SHARE": value.value_heads // value.key_heads, "KEY": value.key_dim,
+            "VALUE": value.value_dim, "PARTS": self._table.parts_at, "COLUMNS": columns, "RUN": run, "LANES": lanes,
+        }  # fmt: skip

@@ -22,8 +22,8 @@ BUFFERS = gl.constexpr(2)
 
 
 @gluon.jit
-def _added(one, other, more, others):
-    return one + more, other + others
+def _added(one, other):
+    return one + other
 
 
 @gluon.jit
@@ -38,10 +38,9 @@ def _lane_sums(x, LANES: gl.constexpr):
 
 
 @gluon.jit
-def _column_sums(x, y, LANES: gl.constexpr, layout: gl.constexpr):
-    """See :func:`preheat.backends.cuda.delta_kernels.column_sums`."""
-    found, others = gl.reduce((_lane_sums(x, LANES), _lane_sums(y, LANES)), 1, _added)
-    return gl.convert_layout(found, layout), gl.convert_layout(others, layout)
+def _added_lanes(x, layout: gl.constexpr):
+    """Return the sums of x [columns, lanes] over lanes: 4 apart, then 2, then 1."""
+    return gl.convert_layout(gl.reduce(x, 1, _added), layout)
 
 
 @gluon.jit
@@ -61,42 +60,65 @@ def _copy(
     token = gl.arange(0, CHUNK * 2, gl.SliceLayout(1, gl.SliceLayout(2, wide)))[:, None, None]
     run = gl.arange(0, RUNS, gl.SliceLayout(0, gl.SliceLayout(2, wide)))[None, :, None]
     number = gl.arange(0, RUN, gl.SliceLayout(0, gl.SliceLayout(1, wide)))[None, None, :]
-    at = (first * 2 + token) // 2 * (2 * KEY_HEADS * RUNS * RUN) + token % 2 * (RUNS * RUN) + run * RUN + number
-    async_copy.async_copy_global_to_shared(pairs, pair + at, mask=(first + token // 2 < size) & (at >= 0))
+    at = token // 2 * (2 * KEY_HEADS * RUNS * RUN) + token % 2 * (RUNS * RUN) + run * RUN + number
+    pair += gl.to_tensor(first).to(gl.int64) * (2 * KEY_HEADS * RUNS * RUN)
+    async_copy.async_copy_global_to_shared(pairs, pair + at, mask=token // 2 < size - first)
     token = gl.arange(0, CHUNK, gl.SliceLayout(1, flat))[:, None]
     column = gl.arange(0, COLUMNS, gl.SliceLayout(0, flat))[None, :]
-    at = (first + token) * (KEY_HEADS * SHARE * VALUE) + column
-    async_copy.async_copy_global_to_shared(values, v + at, mask=(first + token < size) & (at >= 0))
+    v += gl.to_tensor(first).to(gl.int64) * (KEY_HEADS * SHARE * VALUE)
+    at = token * (KEY_HEADS * SHARE * VALUE) + column
+    async_copy.async_copy_global_to_shared(values, v + at, mask=token < size - first)
     token = gl.arange(0, CHUNK, gl.SliceLayout(1, each))[:, None]
     number = gl.arange(0, SCALARS, gl.SliceLayout(0, each))[None, :]
-    at = (first + token) * (KEY_HEADS * SHARE * SCALARS) + number
-    async_copy.async_copy_global_to_shared(numbers, scalars + at, mask=(first + token < size) & (at >= 0))
+    scalars += gl.to_tensor(first).to(gl.int64) * (KEY_HEADS * SHARE * SCALARS)
+    at = token * (KEY_HEADS * SHARE * SCALARS) + number
+    async_copy.async_copy_global_to_shared(numbers, scalars + at, mask=token < size - first)
     async_copy.commit_group()
 
 
 @gluon.jit
 def _take(shared, token, state: gl.constexpr):
-    """Return a token's key and query [runs, 1, run], values [columns], decay, beta and tree(k * q)."""
+    """Return a token's key [runs, 1, run], values [columns], decay, beta and tree(k * q)."""
     pairs, values, numbers = shared
-    across: gl.constexpr = gl.SliceLayout(1, state)
     column: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, state))
-    key = gl.expand_dims(pairs.index(token * 2).load(across), 1)
-    query = gl.expand_dims(pairs.index(token * 2 + 1).load(across), 1)
-    value = values.index(token).load(column)
-    own = numbers.index(token)
+    key = gl.expand_dims(pairs.index(token * 2).load(gl.SliceLayout(1, state)), 1)
+    value, own = values.index(token).load(column), numbers.index(token)
     rate = own.slice(DECAY, 1).load(column)
     share = own.slice(BETA, 1).load(column)
     cross = own.slice(CROSS, 1).load(column)
-    return key, query, value, rate, share, cross
+    return key, value, rate, share, cross
+
+
+@gluon.jit
+def _begun(state, numbers, LANES: gl.constexpr):
+    """Return the state behind a token's decay, and the sums of each lane's own numbers of state * key."""
+    state = state * numbers[2][None, :, None]
+    return state, _lane_sums(state * numbers[0], LANES)
+
+
+@gluon.jit
+def _ended(shared, token, state, numbers, seen, answers, LANES: gl.constexpr, layout: gl.constexpr):
+    """Store a token's answers and return the state behind the token."""
+    columns: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
+    key, value, _, share, cross = numbers
+    seen = _added_lanes(seen, columns)
+    query = gl.expand_dims(shared[0].index(token * 2 + 1).load(gl.SliceLayout(1, layout)), 1)
+    answer = _added_lanes(_lane_sums(state * query, LANES), columns)
+    change = (value - seen) * share
+    gl.store(answers, answer + cross * change)
+    return state + key * change[None, :, None]
 
 
 @gluon.jit(do_not_specialize_on_alignment=["positions"])
 def recur_prompts(
     positions, table, matrix, pair, v, scalars, out, KEY_HEADS: gl.constexpr, SHARE: gl.constexpr,
     KEY: gl.constexpr, VALUE: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr, RUN: gl.constexpr,
-    LANES: gl.constexpr, CHUNK: gl.constexpr, overlap: gl.constexpr,
+    LANES: gl.constexpr, CHUNK: gl.constexpr, ONE: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
-    """Run step 4 of the contract for some columns of a value head; a program has every n-th row."""
+    """Run step 4 of the contract for some columns of a value head; a program has every n-th row.
+
+    ``ONE``: only a step of one row is served, else only a step of several rows.
+    """
     begin(overlap)
     HEADS: gl.constexpr = KEY_HEADS * SHARE
     RUNS: gl.constexpr = KEY // RUN
@@ -124,6 +146,11 @@ def recur_prompts(
     run = gl.arange(0, RUNS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
     number = gl.arange(0, RUN, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
     here = run * RUN + column[None, :, None] * KEY + number
+    several = False
+    if PARTS > 4:  # the table has room for a second row
+        several = gl.load(table + 6) < gl.load(table + 7)
+    if several == ONE:
+        row += PARTS  # another launch serves the step
     while row < PARTS // 4:
         words = table + 4 * row
         first, slot = gl.load(words), gl.load(words + 1).to(gl.int64)
@@ -148,21 +175,36 @@ def recur_prompts(
                 _copy(given, chunks, turn, begun + CHUNK, size, KEY_HEADS, SHARE, VALUE, CHUNK, COLUMNS)
                 async_copy.wait_group(1)
                 tl.debug_barrier()
-                held = chunk % BUFFERS * CHUNK
-                key, query, value, rate, share, cross = _take(shared, held, layout)
+                base = chunk % BUFFERS * CHUNK
                 count = gl.minimum(size - begun, CHUNK)
-                for token in range(count):
-                    state = state * rate[None, :, None]
-                    seen, answer = _column_sums(state * key, state * query, LANES, columns)
-                    change = (value - seen) * share
-                    state = state + key * change[None, :, None]
-                    gl.store(answers + (begun + token) * (HEADS * VALUE), answer + cross * change)
-                    if first + begun + token + 1 == until:
+                token = 0
+                while token < count:
+                    left = until - first - begun  # the part's end
+                    ends = gl.minimum(left, count) if left > token else count
+                    own = _take(shared, base + token, layout)
+                    state, seen = _begun(state, own, LANES)
+                    for _ in range((ends - token - 1) // 2):  # two tokens: no key moves between registers
+                        held, at = base + token, answers + (begun + token) * (HEADS * VALUE)
+                        behind = _take(shared, held + 1, layout)
+                        state = _ended(shared, held, state, own, seen, at, LANES, layout)
+                        state, seen = _begun(state, behind, LANES)
+                        own = _take(shared, held + 2, layout)
+                        state = _ended(shared, held + 1, state, behind, seen, at + HEADS * VALUE, LANES, layout)
+                        state, seen = _begun(state, own, LANES)
+                        token += 2
+                    if token < ends - 1:
+                        held, at = base + token, answers + (begun + token) * (HEADS * VALUE)
+                        behind = _take(shared, held + 1, layout)
+                        state = _ended(shared, held, state, own, seen, at, LANES, layout)
+                        own = behind
+                        state, seen = _begun(state, own, LANES)
+                    at = answers + (begun + ends - 1) * (HEADS * VALUE)
+                    state = _ended(shared, base + ends - 1, state, own, seen, at, LANES, layout)
+                    token = ends
+                    if left == token:
                         gl.store(matrix + (write.to(gl.int64) * HEADS + head) * (KEY * VALUE) + here, state)
                         part += 1
                         until = gl.load(table + PARTS + 2 * part, mask=part < last, other=0)
                         write = gl.load(table + PARTS + 2 * part + 1, mask=part < last, other=0)
-                    behind = held + gl.minimum(token + 1, CHUNK - 1)
-                    key, query, value, rate, share, cross = _take(shared, behind, layout)
             async_copy.wait_group(0)
         row += gl.num_programs(2)
