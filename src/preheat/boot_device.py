@@ -16,7 +16,7 @@ from preheat.model.stated import stated_spec
 from preheat.model.traits import check_traits
 from preheat.parallel.share import for_ranks, for_replica
 from preheat.plan.modes import check_options, instead, resolve, with_defaults
-from preheat.plan.whole_texts import for_whole_texts
+from preheat.plan.of_model import for_model
 from preheat.settings import Settings
 from preheat.utils.caches import cache_root
 
@@ -43,14 +43,14 @@ def open_device(settings: Settings, backend: Backend) -> Device:
 
 
 def _for_model(settings: Settings, facts: Facts) -> Settings:
-    """Return the settings that the model needs: an encoder reads whole texts, and no prefix goes on without a state."""
+    """Return the settings that the model needs: tokens of a step, and no prefix that goes on without a state."""
     spec = stated_spec(settings, find_model(settings, with_weights=False))
     if spec.has_states:
         check_ends(with_defaults(settings, facts))
         if settings.mamba_cache_mode == "none" and settings.enable_prefix_caching:
             logger.info("enable_prefix_caching is off: mamba_cache_mode none keeps no state at the ends of blocks")
             settings = replace(settings, enable_prefix_caching=False)
-    return for_whole_texts(settings, facts, spec.max_position_embeddings) if spec.encodes else settings
+    return for_model(settings, facts, spec)
 
 
 def _obstacle(settings: Settings, backend: Backend, mode: Mode) -> str | None:

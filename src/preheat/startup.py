@@ -47,7 +47,7 @@ from preheat.model.values import check_supported
 from preheat.model.vision_specs import VisionSpec
 from preheat.plan import commands
 from preheat.plan.modes import check_options, instead, resolve, with_defaults
-from preheat.plan.whole_texts import for_whole_texts
+from preheat.plan.of_model import for_model
 from preheat.settings import Settings
 from preheat.settings.combinations import check as check_features
 from preheat.settings.combinations import traits_of
@@ -256,8 +256,7 @@ def planned(settings: Settings, *, as_json: bool = False) -> str:
     may_change = instead(facts, settings) is not None
     check_traits(with_defaults(settings, facts), facts, None if may_change else mode)
     spec = pooled_spec(settings, find_model(settings, with_weights=False), _spec(settings, facts))
-    if spec.encodes:
-        settings = for_whole_texts(settings, facts, spec.max_position_embeddings)
+    settings = for_model(settings, facts, spec)
     here = facts.in_mode(mode)
     dtype, _ = resolve_dtype(settings.dtype, spec.dtype, native_bfloat16=True, float16=here.float16)
     spec = with_kv_dtype(spec, settings.kv_cache_dtype, dtype)

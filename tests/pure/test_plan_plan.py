@@ -2,11 +2,13 @@ import argparse
 import json
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 
 from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.backends.cuda.facts import FACTS as CUDA
+from preheat.backends.hpu.facts import FACTS as HPU
 from preheat.errors import SettingsError
 from preheat.limits import Limits, resolve_limits
 from preheat.plan import commands
@@ -14,6 +16,7 @@ from preheat.plan.buckets import Bucket, StepSize
 from preheat.plan.cache_items import SwapItem
 from preheat.plan.cost import Costs, ModelSizes
 from preheat.plan.modes import step_limits, with_defaults
+from preheat.plan.of_model import for_model
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.settings import Settings
@@ -175,6 +178,17 @@ def test_limits_asked_for():
     assert resolve_limits(settings(num_gpu_blocks_override=7), 8192, block).num_blocks == 7
     with pytest.raises(SettingsError, match="exceeds the 2048 positions"):
         resolve_limits(settings(), 2048, block)
+
+
+@pytest.mark.parametrize(("facts", "usual", "routed"), [(CPU, 1024, 1024), (HPU, 2048, 2048), (CUDA, 2048, 8192)])
+def test_a_gpu_has_more_tokens_a_step_for_experts(facts, usual, routed):
+    def tokens(asked=None, **model):
+        spec = SimpleNamespace(**{"has_experts": True, "encodes": False, "max_position_embeddings": 9000} | model)
+        return for_model(settings(max_num_batched_tokens=asked, max_model_len=None), facts, spec).max_num_batched_tokens
+
+    assert (tokens(has_experts=False), tokens(), tokens(512)) == (usual, routed, 512)
+    assert tokens(encodes=True) == 9000
+    assert not LLAMA_8B.has_experts
 
 
 def test_limits_that_are_not_set_are_the_backends():

@@ -264,6 +264,11 @@ class ModelSpec:
         """Whether some layers keep a state of a sequence in place of keys and values."""
         return len(self.attentions) < len(self.layers)
 
+    @property
+    def has_experts(self) -> bool:
+        """Whether some layers have experts."""
+        return any(isinstance(layer.mlp, MoeSpec) for layer in self.layers)
+
     def state_bytes(self, itemsize: int) -> int:
         """Return the bytes of a sequence's state in all layers.
 

@@ -62,7 +62,10 @@ class SchedulingSettings:
 
     max_num_seqs: int | None = _schedule(None, "Maximum sequences in one step.", low=1, default_text="256, on a CPU 64")
     max_num_batched_tokens: int | None = _schedule(
-        None, "Maximum tokens in one step, padding included.", low=1, default_text="2048, on a CPU 1024"
+        None,
+        "Maximum tokens in one step, padding included.",
+        low=1,
+        default_text="2048, on a CPU 1024, for experts on a GPU 8192",
     )
     max_num_mixed_tokens: int | None = _schedule(
         None,

@@ -16,6 +16,7 @@ from preheat.model.files import find_model, read_config
 from preheat.model.values import values_of
 from preheat.ops.values import Experts, Matmul
 from preheat.plan.modes import resolve, step_limits
+from preheat.plan.of_model import for_model
 from preheat.settings import Settings
 from preheat.utils.caches import cache_root
 
@@ -33,7 +34,7 @@ def tune_model(settings: Settings, output: str | None = None, seconds: float | N
     dtype, _ = resolve_dtype(settings.dtype, spec.dtype, backend.supports_bfloat16())
     values = [value for path, value in values_of(spec, dtype) if not path.startswith("vision.")]
     *layers, head = (value for value in values if isinstance(value, Matmul))
-    sequences, tokens = step_limits(settings, backend.facts)
+    sequences, tokens = step_limits(for_model(settings, backend.facts, spec), backend.facts)
     return backend.tune(
         TuneRequest(
             layers=layers,

@@ -79,7 +79,8 @@ class Facts:
     ``float16``: models in float16 run as they are, not as bfloat16. ``in_modes``: facts that are others in a mode.
     ``own_graph_memory``: a graph shares its working memory with no other. ``simulated``: it is a fake, and every result
     says so. ``lacks``: traits that the backend cannot have, alone or together, with the reason. ``block_size``,
-    ``max_num_seqs``, ``max_num_batched_tokens`` and ``defaults``, by option, serve where none are set. ``rejected``:
+    ``max_num_seqs``, ``max_num_batched_tokens`` and ``defaults``, by option, serve where none are set.
+    ``max_num_expert_tokens``: the tokens of a step for a model with experts, None: as for others. ``rejected``:
     options that must stay at their default, with the reason. ``ignored``: options of another platform's software; they
     have no effect here, and a warning says so.
     """
@@ -101,6 +102,7 @@ class Facts:
     block_size: int = 64
     max_num_seqs: int = 256
     max_num_batched_tokens: int = 2048
+    max_num_expert_tokens: int | None = None
     quantized: Mapping[str, QuantizedKernel] = field(default_factory=dict)
     float16: bool = False
     plain_experts: str = ""

@@ -23,6 +23,7 @@ FACTS = Facts(
     split=512,
     asynchronous=True,
     captures=True,
+    max_num_expert_tokens=8192,
     quantized={
         "w8a8": QuantizedKernel("float8 matrix unit, promoted to fp32 every 128 inputs"),
         "w8a16": QuantizedKernel("dequantized in the tile; layers, for many rows, in memory"),
