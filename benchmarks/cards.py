@@ -6,7 +6,8 @@
 The bundled model and random weights of Qwen3-0.6B's shape answer greedy and seeded requests with penalties, biases,
 filters and log-probabilities, many at once. The other card answers them again. ``difference`` is the first part in
 which the contracts of the cards differ, such as the device. ``cost`` compares answers with and without receipts: the
-median over pairs, by the wall clock, so nothing else may run on the machine.
+median over pairs, by the wall clock, so nothing else may run on the machine. Nobody reads these receipts: ``read_us``
+is the time of the first reading, a token.
 """
 
 from __future__ import annotations
@@ -33,6 +34,9 @@ from preheat.verify import replay
 from preheat.verify.drive import Engine
 
 MODELS = (BUNDLED, "qwen3-0.6b")
+LARGE = ("llama-3.1-8b",)
+"""Models that only ``--models`` chooses: their weights take 16 GB."""
+
 LOAD, DECODED = 256, 64
 KINDS: tuple[dict[str, Any], ...] = (
     {"temperature": 0.0},
@@ -86,8 +90,18 @@ def cost(llm: LLM, rows: int, count: int) -> dict[str, Any]:
     plain = statistics.median(each[False] for each in pairs)
     return {
         "rows": rows, "plain_ms": round(plain, 3), "percent": round(middle, 2),
-        "quartiles": [round(low, 2), round(high, 2)],
+        "quartiles": [round(low, 2), round(high, 2)], "read_us": round(read(llm, prompts), 2),
     }  # fmt: skip
+
+
+def read(llm: LLM, prompts: list[Any]) -> float:
+    """Return the microseconds a token that the first reading of receipts takes, behind the last step."""
+    params = SamplingParams(temperature=1, seed=1, max_tokens=DECODED, ignore_eos=True, receipt=True)
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    began = time.perf_counter()
+    receipts = [choice.receipt for output in outputs for choice in output.outputs]
+    assert all(receipts), "an answer has no receipt"
+    return (time.perf_counter() - began) / len(receipts) / DECODED * 1e6
 
 
 def made(model: str, args: argparse.Namespace) -> dict[str, Any]:
@@ -121,7 +135,7 @@ def main(words: Sequence[str]) -> None:
     flags = parser(__doc__, __name__)
     flags.add_argument("folder", type=Path)
     flags.add_argument("--replay", action="store_true")
-    flags.add_argument("--models", nargs="*", choices=MODELS, default=MODELS)
+    flags.add_argument("--models", nargs="*", choices=(*MODELS, *LARGE), default=MODELS)
     flags.add_argument("--requests", type=int, default=200)
     flags.add_argument("--tokens", type=int, default=24)
     flags.add_argument("--pairs", type=int, default=7, help="of answers with and without receipts, for the cost")

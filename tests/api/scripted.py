@@ -33,6 +33,7 @@ from preheat.core import (
     UnloadAdapter,
 )
 from preheat.errors import AdapterError, MemoryFault, PreheatError, WireError
+from preheat.frontend.receipt import packed
 from preheat.settings import Settings
 from preheat.transport import EngineTransport
 from tests import records
@@ -141,8 +142,7 @@ class ScriptedEngine:
         delta.tokens.append(token)
         if request.params.logprobs is not None:
             delta.logprobs[len(delta.ids) - 1] = logprobs_of(token, request.params.logprobs)
-        if request.params.receipt:
-            delta.digests[len(delta.ids) - 1] = token
+        delta.digests += packed([token])
         if token in request.stop_ids and len(sequence.output) > request.params.min_tokens:
             delta.finished[id] = Finish("stop", stop_id=token)
         elif len(sequence.output) >= request.max_tokens:

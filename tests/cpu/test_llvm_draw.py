@@ -228,4 +228,4 @@ def test_a_draw_gives_the_digests_of_its_rows(draws, vocab):
         after = digests()
         assert [one == other for one, other in zip(before, after, strict=True)] == [True] * (rows - 1) + [False]
     assert draws(given, replace(wanted, edits=Edits.of([(0, 0, 1.0)]))) is None  # the reference draws
-    assert draws.digests(torch.from_numpy(given)) == after
+    assert draws.digests(torch.from_numpy(given)).tolist() == after

@@ -215,7 +215,7 @@ def test_receipts_of_an_update_are_marked(llm: LLM, monkeypatch: pytest.MonkeyPa
 def test_the_log_rotates_and_keeps_eight_files(tmp_path: Path) -> None:
     log = ReceiptLog(str(tmp_path / "r"), most_bytes=20)
     for number in range(40):
-        log.write(b'{"n":%d}' % number)
+        log.write((b'{"n":%d}' % number).strip)
     log.close()
     names = [tmp_path / "r", *(tmp_path / f"r.{number}" for number in range(1, KEPT))]
     assert set(tmp_path.iterdir()) <= set(names) and (tmp_path / f"r.{KEPT - 1}").exists()
@@ -233,7 +233,7 @@ def test_a_full_disk_is_counted_and_a_cut_line_is_skipped(
     log, write = ReceiptLog(str(tmp_path / "r")), os.write
     for number, left in enumerate((None, 3, None)):
         monkeypatch.setattr(os, "write", lambda to, data, left=left: write(to, data[:left]))
-        log.write(b'{"n":%d}' % number)
+        log.write((b'{"n":%d}' % number).strip)
         while log.written + log.lost <= number:
             time.sleep(0.001)
     log.close()

@@ -14,6 +14,7 @@ from msgspec.structs import replace
 from preheat.core import Delta, Finish, Request, SamplingParams, Stats, TokenLogprobs
 from preheat.frontend import journal as module
 from preheat.frontend.journal import MOST_MOVES, Journal, Owner, part
+from preheat.frontend.receipt import packed, unpacked
 
 LENGTH = 5
 MEMBERS = 3
@@ -45,7 +46,7 @@ class Engine:
         self.new.clear()
         for id, place in list(self.running.items()):
             delta.logprobs[len(delta.ids)] = TokenLogprobs(token(id, place), -1.0, 1, ())
-            delta.digests[len(delta.ids)] = token(id, place)
+            delta.digests += packed([token(id, place)])
             delta.ids.append(id)
             delta.tokens.append(token(id, place))
             self.running[id] = place + 1
@@ -85,7 +86,7 @@ class World:
         for delta in self.processes[owner].unread:
             counted = self.journal.seen(delta, owner)
             for place, (id, drawn) in enumerate(zip(counted.ids, counted.tokens, strict=True)):
-                assert counted.logprobs[place].token == counted.digests[place] == drawn
+                assert counted.logprobs[place].token == unpacked(counted.digests)[place] == drawn
                 self.delivered[id].append(drawn)
             self.ended |= counted.finished.keys()
         self.processes[owner].unread.clear()
@@ -204,10 +205,10 @@ def test_the_part_of_a_delta_keeps_what_belongs_together() -> None:
     entry = TokenLogprobs(7, -1.0, 1, ())
     whole = Delta(
         [1, 2, 2, 3], [5, 6, 7, 8], {2: Finish("stop"), 3: Finish("stop")}, {2: entry}, {1: [None], 3: [None]},
-        {1: 0, 2: 4}, Stats(steps=3), {3: b"x"}, {1: "a", 2: "b"}, {0: 50, 2: 70},
+        {1: 0, 2: 4}, Stats(steps=3), {3: b"x"}, {1: "a", 2: "b"}, packed([50, 60, 70, 80]),
     )  # fmt: skip
     assert part(whole, {2}) == Delta(
-        [2, 2], [6, 7], {2: Finish("stop")}, {1: entry}, {}, {2: 4}, Stats(steps=3), {}, {2: "b"}, {1: 70}
+        [2, 2], [6, 7], {2: Finish("stop")}, {1: entry}, {}, {2: 4}, Stats(steps=3), {}, {2: "b"}, packed([60, 70])
     )
     assert part(whole, set()) == Delta(stats=Stats(steps=3))
 

@@ -26,7 +26,8 @@ def deltas(draw: st.DrawFn) -> Delta:
     places = draw(st.lists(st.integers(0, max(len(ids) - 1, 0)), unique=True)) if ids else []
     return Delta(
         ids=ids, tokens=[draw(st.integers(0, 99)) for _ in ids],
-        logprobs={at: TokenLogprobs(1, -0.5, 1, ()) for at in places}, digests=dict.fromkeys(places, 7),
+        logprobs={at: TokenLogprobs(1, -0.5, 1, ()) for at in places},
+        digests=draw(st.sampled_from([b"", bytes(range(8 * len(ids)))])),
         finished={id: Finish("length") for id in draw(some)}, started=dict.fromkeys(draw(some), 3),
         adapters=dict.fromkeys(draw(some), "a"),
     )  # fmt: skip

@@ -82,7 +82,7 @@ class Delta(msgspec.Struct, tag="delta"):
     stats: Stats | None = None
     pooled: dict[int, bytes] = {}  # of a pooling engine: fp32 [hidden], by id
     adapters: dict[int, str] = {}  # the digests of the adapters of started sequences, by id; none for the base model
-    digests: dict[int, int] = {}  # by index i, of the logits behind a token of a request that wants a receipt
+    digests: bytes = b""  # 8 for each token: of the logits behind it, little-endian; empty if nobody wants a receipt
 
 
 class Progress(msgspec.Struct, tag="progress"):

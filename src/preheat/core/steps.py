@@ -167,7 +167,7 @@ class StepResult:
     prompt_logprobs: dict[int, list[TokenLogprobs]] = field(default_factory=dict)
     hidden: dict[int, np.ndarray] | None = None  # of a pooling engine: by row, fp32 [tokens, hidden]
     summed: dict[int, int] | None = None  # by row, the tokens of which ``hidden`` has the sum, [1, hidden]
-    digests: dict[int, int] = field(default_factory=dict)  # of logits, by index in ``tokens``
+    digests: np.ndarray | None = None  # int64 [total_sampled], of the logits behind each token; None: nobody wants any
 
 
 def marked(tokens: np.ndarray, finite: np.ndarray) -> np.ndarray:

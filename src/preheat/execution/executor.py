@@ -76,8 +76,8 @@ class LaunchedStep:
             return StepResult(np.zeros(batch.schedule.total_sampled, np.int64), hidden=_by_row(rows, states))
         tokens, reports = self.sampler.read(batch.turn, len(rows), reporting, batch.alternatives)
         result = StepResult(tokens, prompt_logprobs=self.prompt_logprobs)
-        if batch.digested is not None:
-            result.digests = self._digests(batch.digested)
+        if batch.digested:
+            result.digests = self.sampler.digests(batch.turn, len(rows))
         if reports:
             result.logprobs = dict(zip(reporting.tolist(), reports, strict=True))
         return result
@@ -91,13 +91,6 @@ class LaunchedStep:
             hidden={row: sums[place : place + 1] for place, row in enumerate(rows)},
             summed=dict(zip(rows, (bounds[1:] - bounds[:-1]).tolist(), strict=True)),
         )
-
-    def _digests(self, places: list[int]) -> dict[int, int]:
-        """Return the digests of the raw logits of the sampled rows at ``places``."""
-        digests, found = self.sampler.digests(self.batch.turn), dict[int, int]()
-        for place in places:  # a comprehension is a call, and calls are what one row costs
-            found[place] = digests[place]
-        return found
 
 
 class Executor:
@@ -497,7 +490,7 @@ class Executor:
         reports = len(batch.reporting) > 0
         if logits is not None and reports:
             self.sampler.report(logits)
-        if logits is not None and batch.digested is not None:
+        if logits is not None and batch.digested:
             self.sampler.digest(batch.turn, logits)
         if isinstance(self.sampler, Pooler) and batch.bounds is not None:
             self.sampler.add_up(batch.turn, batch.bounds)

@@ -66,7 +66,7 @@ class InputBatch:
     reporting: np.ndarray  # int64
     alternatives: np.ndarray  # int32
     prompt_parts: list[PromptPart]
-    digested: list[int] | None = None  # indices of sampled rows; None: no row wants a digest of its logits
+    digested: bool = False  # a row wants the digest of its logits
     bounds: np.ndarray | None = None
     adapters: np.ndarray | None = None  # int32 [rows] adapter slots, negative for none; None: no row has an adapter
 
@@ -105,7 +105,7 @@ class _Rows:
     sampling: SamplingInput
     reporting: np.ndarray
     alternatives: np.ndarray
-    digested: list[int] | None
+    digested: bool
     adapters: np.ndarray | None
     bucket: Bucket | None = None  # None: each step asks the plan for its own
 
@@ -202,7 +202,6 @@ class Packer:
             sampled_slots = schedule.slots[sampled_rows]
         alternatives, adapters = slots.logprobs[sampled_slots], slots.adapter[schedule.slots]
         reporting = (alternatives != NO_LOGPROBS).nonzero()[0]
-        digested = slots.has_receipt[sampled_slots].nonzero()[0].tolist()
         return _Rows(
             persistent_batch=schedule.persistent_batch,
             begin=int(schedule.first[0]),
@@ -214,7 +213,7 @@ class Packer:
             sampling=sampling,
             reporting=reporting,
             alternatives=alternatives[reporting],
-            digested=digested or None,
+            digested=bool(slots.has_receipt[sampled_slots].any()),
             adapters=adapters if self.plan.options.enable_lora and (adapters >= 0).any() else None,
         )
 

@@ -59,8 +59,8 @@ class Pooler:
     def digest(self, turn: int, logits: Tensor) -> None:
         """Do nothing: an engine that pools refuses receipts."""
 
-    def digests(self, turn: int) -> tuple[int, ...]:
-        return ()
+    def digests(self, turn: int, rows: int) -> np.ndarray:
+        return np.zeros(rows, np.int64)
 
     def fetch(self, turn: int, *, tokens: bool, reports: bool) -> None:
         if reports:

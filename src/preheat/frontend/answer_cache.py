@@ -19,6 +19,7 @@ import msgspec
 
 from preheat.core import Delta, Finish, Request, TokenLogprobs
 from preheat.frontend.answer_folder import AnswerFolder
+from preheat.frontend.receipt import packed
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.metrics import AnswerCacheFigures
 from preheat.utils.contract import Contract
@@ -53,12 +54,11 @@ _decoder = msgspec.msgpack.Decoder(Kept)
 class Pending:
     """A choice that runs; ``expected`` is the kept answer if the choice checks it."""
 
-    __slots__ = ("digests", "end", "expected", "key")
+    __slots__ = ("end", "expected", "key")
 
     def __init__(self, key: bytes, expected: bytes | None) -> None:
         self.key, self.expected = key, expected
         self.end: Finish | None = None
-        self.digests: list[int] = []
 
 
 class AnswerCache:
@@ -98,9 +98,6 @@ class AnswerCache:
         """Note what a step says of running choices, before their frontend ends them."""
         if not self._pending:
             return
-        for place, digest in delta.digests.items():
-            if pending := self._pending.get(delta.ids[place]):
-                pending.digests.append(digest)
         for id, end in delta.finished.items():
             if pending := self._pending.get(id):
                 pending.end = end
@@ -114,7 +111,7 @@ class AnswerCache:
             return
         # Without an end of the engine's a stop string has ended the text, and ends it again at the same token.
         end = pending.end or Finish("length")
-        digests = pending.digests[: len(choice.token_ids)]
+        digests = [] if choice.proof is None else choice.proof.digests.tolist()
         entry = _encode(Kept(choice.token_ids, choice.logprobs, end, digests))
         if pending.expected is not None and pending.expected != entry:
             self.figures.different += 1
@@ -176,7 +173,7 @@ def _deltas(requests: Iterable[Request], kept: Iterable[bytes]) -> Iterator[Delt
                 tokens=tokens,
                 finished={request.id: each.end} if last else {},
                 logprobs=dict(enumerate((each.logprobs or [])[part])),
-                digests=dict(enumerate(each.digests[part])),
+                digests=packed(each.digests[part]),
                 started=started,
             )
             started = {}

@@ -170,5 +170,5 @@ def part(delta: Delta, owned: set[int]) -> Delta:
         stats=delta.stats,
         pooled={id: vector for id, vector in delta.pooled.items() if id in owned},
         adapters={id: digest for id, digest in delta.adapters.items() if id in owned},
-        digests={place_of[at]: digest for at, digest in delta.digests.items() if at in place_of},
+        digests=b"".join(delta.digests[8 * place : 8 * place + 8] for place in kept),
     )

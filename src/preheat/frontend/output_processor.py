@@ -8,6 +8,7 @@ from collections.abc import Callable
 from preheat.core import Cancel, Delta, Finish, ToEngine
 from preheat.errors import PreheatError
 from preheat.frontend import request_log
+from preheat.frontend.receipt import unpacked
 from preheat.frontend.repetition import REPEATED
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.frontend.tracing import RequestTraces
@@ -67,8 +68,9 @@ class OutputProcessor:
         received = 0
         if delta.started:
             self._process_started(delta, now)
-        if delta.digests or delta.prompt_logprobs:
-            self._process_logits(delta)
+        if delta.prompt_logprobs:
+            self._process_prompts(delta)
+        digests = unpacked(delta.digests) if delta.digests else None
         for place, (id, token) in enumerate(zip(delta.ids, delta.tokens, strict=True)):
             choice = choices.get(id)
             if choice is None:  # ended here, and the engine does not know yet
@@ -81,6 +83,8 @@ class OutputProcessor:
                 choice.state.first_token_at = choice.state.first_token_at or now
                 times.first = now
             times.last = now
+            if digests is not None and choice.proof is not None:
+                choice.proof.digests.append(digests[place])
             end = ends.get(id) if ends else None
             hidden = end is not None and end.stop_id == token and not choice.state.params.include_stop_str_in_output
             if choice.push(token, logprobs.get(place) if logprobs else None, hidden):
@@ -108,15 +112,11 @@ class OutputProcessor:
                 self._send(Cancel(choice.id))
                 self._end(choice, reason)
 
-    def _process_logits(self, delta: Delta) -> None:
-        """Give prompts their log-probabilities, and the digests of logits to the choices that get receipts."""
+    def _process_prompts(self, delta: Delta) -> None:
+        """Give prompts their log-probabilities."""
         for id, entries in delta.prompt_logprobs.items():
             if choice := self.choices.get(id):
                 choice.state.prompt_logprobs.extend(entries)
-        choices, ids = self.choices, delta.ids
-        for place, digest in delta.digests.items():
-            if (choice := choices.get(ids[place])) and choice.proof is not None:
-                choice.proof.digests.append(digest)
 
     def _process_started(self, delta: Delta, now: float) -> None:
         for id, cached in delta.started.items():

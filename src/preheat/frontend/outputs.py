@@ -10,7 +10,7 @@ import numpy as np
 
 if TYPE_CHECKING:
     from preheat.frontend.adapters import LoRARequest
-    from preheat.frontend.receipt import Receipt
+    from preheat.frontend.receipt import Proof, Receipt
 
 
 @dataclass(slots=True)
@@ -45,7 +45,12 @@ class CompletionOutput:
     stop_reason: int | str | None = None
     lora_request: LoRARequest | None = field(default=None, compare=False)
     kv_transfer_params: dict[str, Any] | None = None
-    receipt: Receipt | None = field(default=None, compare=False)
+    proof: Proof | None = field(default=None, compare=False, repr=False)  # becomes the receipt
+
+    @property
+    def receipt(self) -> Receipt | None:
+        """The receipt of a choice that has ended, made at its first reading."""
+        return None if self.proof is None else self.proof.receipt
 
     def finished(self) -> bool:
         """Say whether the choice has ended."""

@@ -14,6 +14,7 @@ from __future__ import annotations
 import base64
 import hashlib
 import struct
+from array import array
 from collections.abc import Sequence
 from typing import Literal
 
@@ -67,11 +68,49 @@ def asked_digest(contract: object, request: object, adapter: object) -> str:
     return digest_of(msgspec.to_builtins([contract, request, adapter], str_keys=True))
 
 
-class Proof:
-    """What becomes a receipt: the ``request``, its ``contract``, and the ``digests`` so far."""
+def packed(digests: Sequence[int]) -> bytes:
+    """Return digests as bytes, 8 each."""
+    return struct.pack(f"<{len(digests)}q", *digests)
 
-    __slots__ = ("adapter", "contract", "digests", "request")
+
+def unpacked(data: bytes) -> tuple[int, ...]:
+    """Return the digests that are the bytes ``data``, 8 each."""
+    return struct.unpack(f"<{len(data) // 8}q", data)
+
+
+class Proof:
+    """What becomes a receipt: the ``request``, its ``contract``, and the ``digests`` so far, 8 bytes a token.
+
+    :meth:`end` adds the rest. The chain is a hash a token, so nobody computes it before a reader asks for the receipt.
+    """
+
+    __slots__ = ("_finish_reason", "_mixed", "_receipt", "_tokens", "adapter", "contract", "digests", "request")
 
     def __init__(self, request: Request, contract: Contract) -> None:
         self.request, self.contract, self.adapter = request, contract, ""
-        self.digests: list[int] = []
+        self.digests = array("q")
+        self._finish_reason, self._mixed = "", False
+        self._tokens: list[int] = []
+        self._receipt: Receipt | None = None
+
+    def end(self, tokens: list[int], finish_reason: str, *, mixed: bool) -> None:
+        """Note the end of the answer; nobody changes its ``tokens`` from now on."""
+        self._tokens, self._finish_reason, self._mixed = tokens, finish_reason, mixed
+
+    @property
+    def receipt(self) -> Receipt | None:
+        """The receipt, made once; None before the end."""
+        if self._receipt is None and self._finish_reason:
+            digests = self.digests[: len(self._tokens)]
+            self._receipt = Receipt(
+                contract=self.contract,
+                request=self.request,
+                adapter=self.adapter,
+                tokens=[*self._tokens],
+                finish_reason=self._finish_reason,
+                digests=base64.b64encode(packed(digests)).decode(),
+                chain=chain_of(self._tokens, digests),
+                asked=asked_digest(self.contract, self.request, self.adapter),
+                mixed=self._mixed,
+            )
+        return self._receipt

@@ -8,6 +8,7 @@ import logging
 import os
 import queue
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 from preheat.errors import SettingsError
@@ -40,7 +41,7 @@ class ReceiptLog:
 
     def __init__(self, path: str, most_bytes: int = MOST_BYTES) -> None:
         self._path, self._most = Path(path).expanduser(), most_bytes
-        self._waiting: queue.Queue[bytes | None] = queue.Queue(MOST_WAITING)
+        self._waiting: queue.Queue[Callable[[], bytes] | None] = queue.Queue(MOST_WAITING)
         self._torn, self.written, self.lost = False, 0, 0
         try:
             self._append(b"")
@@ -52,10 +53,10 @@ class ReceiptLog:
         self._thread.start()
         atexit.register(self.close)
 
-    def write(self, receipt: bytes) -> None:
-        """Append a receipt, one line of JSON. Never waits."""
+    def write(self, receipt: Callable[[], bytes]) -> None:
+        """Append a receipt, one line of JSON that the thread asks for. Never waits."""
         try:
-            self._waiting.put_nowait(receipt + b"\n")
+            self._waiting.put_nowait(receipt)
         except queue.Full:
             self._lose("the disk is too slow")
 
@@ -66,9 +67,9 @@ class ReceiptLog:
             self._thread.join()
 
     def _run(self) -> None:
-        while (line := self._waiting.get()) is not None:
+        while (receipt := self._waiting.get()) is not None:
             try:
-                self._append(line)
+                self._append(receipt() + b"\n")
             except OSError as error:  # a full disk: later lines may be written again
                 self._lose(why_unread(error))
             else:

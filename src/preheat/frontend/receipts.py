@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import base64
-import struct
 from collections.abc import Callable
 
 import msgspec
 
 from preheat.core import Request
 from preheat.errors import InvalidRequest
-from preheat.frontend.receipt import Proof, Receipt, asked_digest, chain_of
+from preheat.frontend.receipt import Proof
 from preheat.frontend.receipt_log import ReceiptLog
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.utils.contract import Contract
@@ -43,21 +41,10 @@ class Receipts:
         choice.proof = Proof(same, contract)
 
     def end(self, choice: Choice, contract: Contract) -> None:
-        """Write the receipt of ``choice``, which has ended with all of its tokens."""
+        """Have ``choice``, which has ended with all of its tokens, get its receipt. The log makes it in its thread."""
         proof = choice.proof
         if proof is None or choice.finish_reason in (None, "abort", "error"):
             return
-        digests = proof.digests[: len(choice.token_ids)]
-        choice.receipt = Receipt(
-            contract=proof.contract,
-            request=proof.request,
-            adapter=proof.adapter,
-            tokens=list(choice.token_ids),
-            finish_reason=str(choice.finish_reason),
-            digests=base64.b64encode(struct.pack(f"<{len(digests)}q", *digests)).decode(),
-            chain=chain_of(choice.token_ids, digests),
-            asked=asked_digest(proof.contract, proof.request, proof.adapter),
-            mixed=proof.contract != contract,
-        )
+        proof.end(choice.token_ids, choice.finish_reason, mixed=proof.contract != contract)
         if self.log is not None:
-            self.log.write(msgspec.json.encode(choice.receipt))
+            self.log.write(lambda: msgspec.json.encode(proof.receipt))

@@ -47,8 +47,7 @@ def apart(delta: Delta, ids: Mapping[int, Relay]) -> dict[int, Delta]:
             part.tokens.append(token)
             if place in delta.logprobs:
                 part.logprobs[at] = delta.logprobs[place]
-            if place in delta.digests:
-                part.digests[at] = delta.digests[place]
+            part.digests += delta.digests[8 * place : 8 * place + 8]
     for name in ("started", "finished", "prompt_logprobs", "pooled", "adapters"):
         for id, value in getattr(delta, name).items():
             if (part := of(id)) is not None:

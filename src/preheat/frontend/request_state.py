@@ -68,7 +68,7 @@ class Choice:
 
     __slots__ = (
         "_begun", "_detokenizer", "_repetition", "_sent", "_sent_parts", "_stop", "finish_reason", "id", "index",
-        "logprobs", "parts", "pooled", "proof", "receipt", "sent_end", "state", "stop_reason", "times", "token_ids",
+        "logprobs", "parts", "pooled", "proof", "sent_end", "state", "stop_reason", "times", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -83,7 +83,6 @@ class Choice:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.proof: Proof | None = None  # becomes the receipt
-        self.receipt: Receipt | None = None
         self.pooled = b""  # of an engine that pools: fp32 [hidden]
         self.times = Times()
         self.sent_end = self._begun = False
@@ -117,6 +116,11 @@ class Choice:
             elif self._stop is not None and (text := self._stop.finish()):
                 self.parts.append(text)
         self.finish_reason, self.stop_reason = reason, stop_reason
+
+    @property
+    def receipt(self) -> Receipt | None:
+        """The receipt, made at its first reading; None before the end, and if none is wanted."""
+        return None if self.proof is None else self.proof.receipt
 
     @property
     def found_stop(self) -> str | None:
@@ -358,7 +362,7 @@ class RequestState:
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
             lora_request=self.lora_request,
-            receipt=choice.receipt,
+            proof=choice.proof,
         )
 
 

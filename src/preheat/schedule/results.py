@@ -96,7 +96,7 @@ def process_results(
         tokens=kept.tokens.tolist(),
         finished={ids[j]: finish for j, finish in ended.items()} | corrupted,
         logprobs=kept.of(result.logprobs),
-        digests=kept.of(result.digests),
+        digests=_digests(result, kept.places),
         prompt_logprobs=_prompt_logprobs(running, schedule, result, live) if begins and result.hidden is None else {},
         started=schedule.started,
     )
@@ -125,9 +125,17 @@ def _plain(running: RunningSequences, schedule: Schedule, result: StepResult) ->
         ids=schedule.ids.tolist(),
         tokens=tokens,
         logprobs=result.logprobs,
-        digests=result.digests,
+        digests=_digests(result),
         started=schedule.started,
     )
+
+
+def _digests(result: StepResult, places: np.ndarray | None = None) -> bytes:
+    """Return the digests of the tokens at ``places``, None: of all tokens."""
+    if result.digests is None:
+        return b""
+    digests = result.digests if places is None else result.digests[places]
+    return digests.astype("<i8", copy=False).tobytes()
 
 
 def _corrupted(schedule: Schedule, result: StepResult, live: np.ndarray, kept: _Tokens) -> np.ndarray:

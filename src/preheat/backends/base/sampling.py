@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
@@ -44,8 +43,8 @@ class Sampler(Protocol):
     def digest(self, turn: int, logits: Tensor) -> None:
         """Compute the digests of raw ``logits`` [rows, vocab]; the next :meth:`fetch` sends them, too."""
 
-    def digests(self, turn: int) -> Sequence[int]:
-        """Return fetched digests of all rows, after :meth:`read`; valid until the host copy is used again."""
+    def digests(self, turn: int, rows: int) -> np.ndarray:
+        """Return fetched digests of the first ``rows`` rows, int64 [rows], a new array. Call it after :meth:`read`."""
 
     def fetch(self, turn: int, *, tokens: bool, reports: bool) -> None:
         """Send the wanted answers to the host; returns before they arrive."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -22,13 +22,13 @@ Draw = Callable[[np.ndarray, SamplingInput], np.ndarray | None]
 Rows beyond the step's size are left out.
 """
 
-RowDigests = Callable[[Tensor], Sequence[int]]
+RowDigests = Callable[[Tensor], np.ndarray]
 """A function that returns the digests of all rows of the logits of a draw, see :mod:`preheat.ops.digest`."""
 
 
-def host_digests(logits: Tensor) -> list[int]:
+def host_digests(logits: Tensor) -> np.ndarray:
     """Return the digests of any logits by the reference."""
-    found: list[int] = row_digests(logits.float()).tolist()
+    found: np.ndarray = row_digests(logits.float()).numpy()
     return found
 
 
@@ -44,7 +44,7 @@ class CpuSampler:
         self._host = HostSampler(num_slots, vocab_size, handle_topk_duplicates)
         self._step, self._draw, self._best = SamplingInput(0, None, None, None), draw, best
         self._build, self._row_digests = build, digests
-        self._digests: Sequence[int] = ()
+        self._digests = np.empty(0, np.int64)
         self._tokens = np.empty(0, np.int64)
         self._raw = np.empty((0, 0), np.float32)
         self._given: tuple[Tensor, np.ndarray] | None = None  # static logits, and the same as an array
@@ -73,8 +73,8 @@ class CpuSampler:
     def digest(self, turn: int, logits: Tensor) -> None:
         self._digests = self._row_digests(logits)
 
-    def digests(self, turn: int) -> Sequence[int]:
-        return self._digests
+    def digests(self, turn: int, rows: int) -> np.ndarray:
+        return self._digests[:rows].copy()
 
     def fetch(self, turn: int, *, tokens: bool, reports: bool) -> None:
         """Do nothing: the tokens are on the host."""

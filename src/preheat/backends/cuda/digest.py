@@ -11,6 +11,8 @@ from preheat.backends.cuda.launch import begin, options
 from preheat.ops.digest import FIRST, GOLDEN, SECOND, check_logits
 
 BLOCK, WARPS = 4096, 8
+MANY, TOGETHER = 64, 8
+"""From ``MANY`` rows on a program takes ``TOGETHER`` rows: the keys of its columns are most of the work of one row."""
 
 _GOLDEN, _FIRST, _SECOND = tl.constexpr(GOLDEN), tl.constexpr(FIRST), tl.constexpr(SECOND)
 
@@ -24,15 +26,25 @@ def _key(column):
     return (mixed ^ (mixed >> 31)) | 1
 
 
-@triton.jit(do_not_specialize=["stride"])
-def _digest_parts(logits, digests, stride, size: tl.constexpr, block: tl.constexpr, overlap: tl.constexpr):
-    """Write ``digests[row, part]``: of a block of the ``size`` logits of a row, as fp32. One block a program."""
+@triton.jit(do_not_specialize=["stride", "rows"])
+def _digest_parts(
+    logits, digests, stride, rows,
+    size: tl.constexpr, block: tl.constexpr, together: tl.constexpr, overlap: tl.constexpr,
+):  # fmt: skip
+    """Write ``digests[row, part]``: of a block of the ``size`` logits of a row, as fp32.
+
+    A program has one block of ``together`` rows.
+    """
     begin(overlap)
-    part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    part, first = tl.program_id(0), tl.program_id(1).to(tl.int64) * together
     column = part * block + tl.arange(0, block)
-    logit = tl.load(logits + row * stride + column, column < size, other=0.0).to(tl.float32)
-    terms = logit.to(tl.uint32, bitcast=True).to(tl.uint64) * _key(column)
-    tl.store(digests + row * tl.num_programs(0) + part, tl.sum(terms, 0).to(tl.int64, bitcast=True))
+    key = _key(column)
+    for each in tl.static_range(together):
+        row = first + each
+        logit = tl.load(logits + row * stride + column, (column < size) & (row < rows), other=0.0).to(tl.float32)
+        terms = logit.to(tl.uint32, bitcast=True).to(tl.uint64) * key
+        digest = tl.sum(terms, 0).to(tl.int64, bitcast=True)
+        tl.store(digests + row * tl.num_programs(0) + part, digest, row < rows)
 
 
 def parts_of(vocab: int) -> int:
@@ -47,8 +59,9 @@ def digest_parts(logits: Tensor, digests: Tensor) -> None:
     """
     rows, vocab = logits.shape
     if rows:
-        grid = parts_of(vocab), rows
-        _digest_parts[grid](logits, digests, logits.stride(0), vocab, BLOCK, **options(num_warps=WARPS))
+        together = TOGETHER if rows >= MANY else 1
+        grid = parts_of(vocab), -(-rows // together)
+        _digest_parts[grid](logits, digests, logits.stride(0), rows, vocab, BLOCK, together, **options(num_warps=WARPS))
 
 
 def digest_rows(logits: Tensor) -> Tensor:

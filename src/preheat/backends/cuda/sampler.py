@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from preheat.backends.base.backend import Backend
 from preheat.backends.base.device import HOST_COPIES
 from preheat.backends.base.sampling import SampledRows
-from preheat.backends.cuda.digest import digest_parts, parts_of
+from preheat.backends.cuda.digest import MANY, digest_parts, parts_of
 from preheat.backends.cuda.sample import FINITE, MAX_VOCAB, sampling
 from preheat.backends.cuda.sample_best import peaks, pick
 from preheat.backends.cuda.sample_draw import settle, weigh
@@ -138,17 +139,17 @@ class Answer:
         self._to = [backend.host_copy(each) for each in answers]
         self.arrays = [each.numpy() for each in self._to]
         self._there = backend.event()
-        self.digested = 0  # rows with digests
+        *_, parts, kept = *answers, *self._to[-1:]
+        self._digests_of = cache(lambda rows: (kept[:rows], parts[:rows]))
 
     def fetch(self, tokens: bool, reports: bool, told: bool, digested: int) -> None:
         """Fetch the wanted arrays of all rows, and digests of ``digested`` rows; returns before they have arrived."""
-        *_, (parts, kept) = pairs = list(zip(self._from, self._to, strict=True))
-        for wanted, (source, target) in zip((tokens, reports, reports, told), pairs[:-1], strict=True):
+        for wanted, source, target in zip((tokens, reports, reports, told), self._from, self._to, strict=False):
             if wanted:
                 target.copy_(source, non_blocking=True)
         if digested:
-            kept[:digested].copy_(parts[:digested], non_blocking=True)
-        self.digested = digested
+            target, source = self._digests_of(digested)
+            target.copy_(source, non_blocking=True)
         self._there.record()
 
     def wait(self) -> None:
@@ -268,9 +269,8 @@ class CudaSampler:
         self._digested = len(logits)
         digest_parts(logits, self._parts)
 
-    def digests(self, turn: int) -> Sequence[int]:
-        answer = self._answers[turn]
-        found: list[int] = answer.arrays[-1][: answer.digested].sum(1).tolist()
+    def digests(self, turn: int, rows: int) -> np.ndarray:
+        found: np.ndarray = self._answers[turn].arrays[-1][:rows].sum(1)
         return found
 
     def fetch(self, turn: int, *, tokens: bool, reports: bool) -> None:
@@ -303,7 +303,8 @@ class CudaSampler:
         """Compile reports of log-probabilities, digests, and the count of a whole sequence."""
         self._launch_logprobs(self.settings, logits[:1], self.tokens)
         self._launch_told(self.settings, logits[:1])
-        digest_parts(logits[:1], self._parts)
+        for rows in (1, MANY):
+            digest_parts(logits[:rows], self._parts)
         self.counts.launch(self.settings, 1)
 
     def sample(self, level: Level, logits: Tensor) -> None:

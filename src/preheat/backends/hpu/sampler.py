@@ -60,8 +60,8 @@ class HpuSampler:
     def digest(self, turn: int, logits: Tensor) -> None:
         """Do nothing: the logits are in the static tensor."""
 
-    def digests(self, turn: int) -> list[int]:
-        found: list[int] = row_digests(self._raw[: self._step.size].cpu()).tolist()
+    def digests(self, turn: int, rows: int) -> np.ndarray:
+        found: np.ndarray = row_digests(self._raw[:rows].cpu()).numpy()
         return found
 
     def fetch(self, turn: int, *, tokens: bool, reports: bool) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from ctypes import CFUNCTYPE, c_int64, c_void_p
 from functools import cache, cached_property
 from pathlib import Path
@@ -54,11 +53,10 @@ class Draws:
         self._tokens = zeros(rows, np.int64)
         self._settings = zeros(rows * SETTINGS, np.uint32).reshape(rows, SETTINGS)
         self._tail = zeros(BLOCK, np.float32)
-        digests = zeros(rows, np.int64)
-        self._digests: Sequence[int] = memoryview(digests)  # type: ignore[arg-type]  # numpy's arrays are buffers
+        self._digests = zeros(rows, np.int64)
         self._digested = False
         self._addresses = tuple(each.ctypes.data for each in (self._settings, self._tokens, self._tail))
-        self._digests_at, self._keys = digests.ctypes.data, np.empty(0, np.uint64)
+        self._digests_at, self._keys = self._digests.ctypes.data, np.empty(0, np.uint64)
         self._duplicates = duplicates
         self._kept: np.ndarray | None = None
         self._logits: tuple[np.ndarray, int] | None = None  # the last ones, and their address
@@ -110,11 +108,11 @@ class Draws:
             self._tokens[row] = self._among(logits, row, how)
         return self._tokens[:count]
 
-    def digests(self, logits: Tensor) -> Sequence[int]:
+    def digests(self, logits: Tensor) -> np.ndarray:
         """Return the digests of all rows of the ``logits`` of the last call, valid until the next one."""
         if self._digested:
             return self._digests
-        found: list[int] = self.row_digests(logits if logits.dtype is torch.float32 else logits.float()).tolist()
+        found: np.ndarray = self.row_digests(logits if logits.dtype is torch.float32 else logits.float()).numpy()
         return found
 
     def _keys_of(self, vocab: int, rows: int) -> int | None:
