@@ -64,7 +64,8 @@ def layer(lengths: tuple[int, ...] = LENGTHS, value: Recurrence = VALUE) -> Delt
 
 
 @pytest.mark.parametrize(
-    "config", [ONE, PROMPTS, DECODING, *map(Config._make, ((4, 1, 8, 2), (16, 1, 4, 1), (16, 4, 32, 4), (64, 8, 0, 2)))]
+    "config",
+    [ONE, PROMPTS, DECODING, Config(4, 1, 8, 2), Config(16, 1, 4, 1), Config(16, 4, 32, 4), Config(64, 8, 0, 2)],
 )
 @pytest.mark.parametrize("key_dim", [64, 128, 256])
 def test_the_recurrence_has_the_bits_of_the_reference(config, key_dim, monkeypatch):
