@@ -18,6 +18,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import types
 from collections.abc import Sequence
 from multiprocessing import Pipe
@@ -44,18 +45,21 @@ class Forked:
     def __init__(self, pid: int, status: Connection) -> None:
         self.pid, self._status = pid, status
         self.returncode: int | None = None
+        self._lock = threading.Lock()  # the leader of ranks waits while its watcher polls
 
     def poll(self) -> int | None:
-        if self.returncode is None and self._status.poll():
-            self._receive()
-        return self.returncode
+        with self._lock:
+            if self.returncode is None and self._status.poll():
+                self._receive()
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int | None:
-        if self.returncode is None:
-            if not self._status.poll(timeout):
-                raise subprocess.TimeoutExpired("a forked process", timeout or 0)
-            self._receive()
-        return self.returncode
+        with self._lock:
+            if self.returncode is None:
+                if not self._status.poll(timeout):
+                    raise subprocess.TimeoutExpired("a forked process", timeout or 0)
+                self._receive()
+            return self.returncode
 
     def _receive(self) -> None:
         try:

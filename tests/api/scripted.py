@@ -204,7 +204,7 @@ def run_unproved_engine(settings: Settings, address: str) -> None:
 def run_changing_engine(settings: Settings, address: str) -> None:
     """End a sequence with another token when at least two other sequences run."""
     transport = EngineTransport(address)
-    ChangingEngine(transport).run()
+    ChangingEngine(transport, step_seconds=0.02).run()  # requests that come one by one run together
     transport.close()
 
 
