@@ -183,6 +183,9 @@ ENGINES = {
 
 
 def main() -> None:
+    from end_with_parent import end_with_parent  # lies beside this file
+
+    end_with_parent()
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries write to standard output
     task = json.loads(sys.stdin.readline())

@@ -134,6 +134,9 @@ ENGINES = {
 
 
 def main() -> None:
+    from end_with_parent import end_with_parent  # lies beside this file
+
+    end_with_parent()
     said = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # libraries write to standard output
     task, started = json.loads(sys.stdin.readline()), time.perf_counter()

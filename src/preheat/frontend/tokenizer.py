@@ -124,8 +124,8 @@ def _check_unicode(text: str) -> None:
 def _is_unicode(text: str) -> bool:
     """Return whether ``text`` has no lone surrogates."""
     try:
-        text.encode()
-    except UnicodeEncodeError:
+        _check_unicode(text)
+    except InvalidRequest:
         return False
     return True
 

@@ -139,8 +139,8 @@ class Answer:
         self._to = [backend.host_copy(each) for each in answers]
         self.arrays = [each.numpy() for each in self._to]
         self._there = backend.event()
-        *_, parts, kept = *answers, *self._to[-1:]
-        self._digests_of = cache(lambda rows: (kept[:rows], parts[:rows]))
+        parts, kept = answers[-1], self._to[-1]
+        self._digests_of = cache(lambda rows: (parts[:rows], kept[:rows]))  # a view costs as much as a copy's start
 
     def fetch(self, tokens: bool, reports: bool, told: bool, digested: int) -> None:
         """Fetch the wanted arrays of all rows, and digests of ``digested`` rows; returns before they have arrived."""
@@ -148,7 +148,7 @@ class Answer:
             if wanted:
                 target.copy_(source, non_blocking=True)
         if digested:
-            target, source = self._digests_of(digested)
+            source, target = self._digests_of(digested)
             target.copy_(source, non_blocking=True)
         self._there.record()
 
