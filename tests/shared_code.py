@@ -2,14 +2,19 @@
 
 A compilation takes a child process up to ten seconds. The call that counts compilations is replaced, so that a source
 is new to each test. The folder is in the form of a boot's cache: servers of tests/api take code from it, too.
+
+Writing the sources takes two fifths of the boot of a tiny model. A process writes the sources of a kind of model once,
+and again while a test has replaced part of the code that writes them.
 """
 
 from __future__ import annotations
 
 import functools
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,9 +27,19 @@ def folder_of(paths: pytest.TempPathFactory) -> Path:
 
 def share(folder: Path) -> Callable[[], None]:
     """Take machine code from ``folder`` where it has some, and return a function that ends this."""
-    from preheat.backends.cpu.llvm import machine
+    from preheat.backends.cpu.llvm import machine, model, targets
 
-    inner = machine._in_child
+    inner, write = machine._in_child, model._sources
+    written: dict[Any, tuple[list[object], tuple[str, ...]]] = {}
+
+    @functools.wraps(write)
+    def sources(*what: Any) -> tuple[str, ...]:
+        *kinds, norm, width = what
+        key = (targets.here(), *(tuple(each.items()) for each in kinds), norm, width)
+        parts = writers()
+        if key not in written or not same(written[key][0], parts):
+            written[key] = parts, write(*what)
+        return written[key][1]
 
     @functools.wraps(inner)
     def in_child(source: str, target: machine.Target) -> bytes:
@@ -38,9 +53,24 @@ def share(folder: Path) -> Callable[[], None]:
                 machine.compilations += 1
         return found
 
-    machine._in_child = in_child
+    machine._in_child, model._sources = in_child, sources
 
     def undo() -> None:
-        machine._in_child = inner
+        machine._in_child, model._sources = inner, write
 
     return undo
+
+
+def writers() -> list[object]:
+    """Return the code and the constants that write the sources: a test that plants a fault replaces one of them."""
+    package = "preheat.backends.cpu.llvm."
+    loaded = sorted(name for name in sys.modules if name.startswith(package))
+    modules = [sys.modules[name] for name in loaded if name != f"{package}machine"]  # it counts, and writes nothing
+    found = [value for module in modules for value in vars(module).values()]
+    classes = [value for value in found if isinstance(value, type) and value.__module__.startswith(package)]
+    return found + [value for each in classes for value in tuple(vars(each).values())]
+
+
+def same(one: list[object], other: list[object]) -> bool:
+    """Return whether two lists have the same objects."""
+    return len(one) == len(other) and all(map(lambda a, b: a is b, one, other))
