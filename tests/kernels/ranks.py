@@ -1,8 +1,10 @@
-"""Ranks that are slices of one layer, called one after the other, again after each exchange with its result."""
+"""Ranks that are slices of one layer. They run in turns: each one runs until an exchange, and then the next one."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from threading import Condition
 
 import torch
 from torch import Tensor
@@ -10,19 +12,54 @@ from torch import Tensor
 from preheat.backends.cuda.collective import RankSums
 
 
+class Turns:
+    """The tensors that ranks have said in their exchanges, and the rank whose turn it is."""
+
+    def __init__(self, world: int) -> None:
+        self.said = [list[Tensor]() for _ in range(world)]
+        self.errors: list[BaseException] = []
+        self._running, self._turn, self._passed = list(range(world)), 0, Condition()
+
+    def run(self, rank: int, layer: Callable[[], Tensor]) -> Tensor:
+        """Return the result of ``layer`` on ``rank``."""
+        try:
+            self._wait(rank)
+            return layer()
+        except BaseException as error:
+            self.errors.append(error)
+            raise
+        finally:
+            self._running.remove(rank)
+            self._pass(rank)
+
+    def exchange(self, rank: int, x: Tensor) -> list[Tensor]:
+        """Return the tensors of all ranks in the next exchange of ``rank``, after the turns of the others."""
+        number = len(self.said[rank])
+        self.said[rank].append(x.clone())
+        self._pass(rank)
+        self._wait(rank)
+        assert all(len(each) > number for each in self.said), "a rank has ended before an exchange"
+        return [each[number] for each in self.said]
+
+    def _wait(self, rank: int) -> None:
+        with self._passed:
+            self._passed.wait_for(lambda: self._turn == rank)
+
+    def _pass(self, rank: int) -> None:
+        with self._passed:
+            later = [each for each in self._running if each > rank]
+            self._turn = (later or self._running or [0])[0]
+            self._passed.notify_all()
+
+
 class Heard(RankSums):
-    """A rank that hears the tensors of all ranks in the first exchanges, and itself in the next one.
+    """A rank that hears the tensors of all ranks."""
 
-    ``theirs`` are the tensors of the first exchanges.
-    """
-
-    def __init__(self, rank: int, world: int, theirs: Sequence[list[Tensor]]) -> None:
-        self.rank, self.world, self.said, self._theirs = rank, world, list[Tensor](), theirs
+    def __init__(self, rank: int, world: int, turns: Turns) -> None:
+        self.rank, self.world, self._turns = rank, world, turns
 
     def gather(self, x: Tensor) -> Tensor:
-        known = self._theirs[len(self.said) :]
-        self.said.append(x.clone())
-        return torch.stack(known[0] if known else [x] * self.world)
+        return torch.stack(self._turns.exchange(self.rank, x))
 
 
 def on_ranks(
@@ -31,11 +68,10 @@ def on_ranks(
     """Return the result of ``layer`` on each rank; it has at most ``exchanges`` exchanges."""
     if world == 1:
         return [layer(RankSums())]
-    theirs = list[list[Tensor]]()
-    while True:
-        ranks = [kind(rank, world, theirs) for rank in range(world)]
-        found = [layer(rank) for rank in ranks]
-        if len(ranks[0].said) == len(theirs):
-            return found
-        assert len(ranks[0].said) <= exchanges, "more exchanges than a layer has"
-        theirs.append([rank.said[len(theirs)] for rank in ranks])
+    turns = Turns(world)
+    with ThreadPoolExecutor(world) as pool:
+        ran = [pool.submit(turns.run, rank, lambda rank=rank: layer(kind(rank, world, turns))) for rank in range(world)]
+    if turns.errors:
+        raise turns.errors[0]
+    assert len(turns.said[0]) <= exchanges, "more exchanges than a layer has"
+    return [each.result() for each in ran]
