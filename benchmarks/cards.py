@@ -138,7 +138,7 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--models", nargs="*", choices=(*MODELS, *LARGE), default=MODELS)
     flags.add_argument("--requests", type=int, default=200)
     flags.add_argument("--tokens", type=int, default=24)
-    flags.add_argument("--pairs", type=int, default=7, help="of answers with and without receipts, for the cost")
+    flags.add_argument("--pairs", type=int, default=31, help="of answers with and without receipts, for the cost")
     flags.add_argument("--options", type=json.loads, default={}, help="of the engine, as JSON")
     args = flags.parse_args(words)
     figures = dict[str, Any]()

@@ -10,9 +10,12 @@ from torch import Tensor
 from preheat.backends.cuda.launch import begin, options
 from preheat.ops.digest import FIRST, GOLDEN, SECOND, check_logits
 
-BLOCK, WARPS = 4096, 8
+BLOCK = 4096
 MANY, TOGETHER = 64, 8
 """From ``MANY`` rows on a program takes ``TOGETHER`` rows: the keys of its columns are most of the work of one row."""
+
+WARPS = {1: 8, TOGETHER: 16}
+"""Warps of a program, by its rows: a thread has eight columns of each of several rows."""
 
 _GOLDEN, _FIRST, _SECOND = tl.constexpr(GOLDEN), tl.constexpr(FIRST), tl.constexpr(SECOND)
 
@@ -26,25 +29,23 @@ def _key(column):
     return (mixed ^ (mixed >> 31)) | 1
 
 
-@triton.jit(do_not_specialize=["stride", "rows"])
+@triton.jit(do_not_specialize=["rows"])
 def _digest_parts(
     logits, digests, stride, rows,
     size: tl.constexpr, block: tl.constexpr, together: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Write ``digests[row, part]``: of a block of the ``size`` logits of a row, as fp32.
 
-    A program has one block of ``together`` rows.
+    A program has one block of ``together`` rows, and asks for all of them before it adds up any.
     """
     begin(overlap)
     part, first = tl.program_id(0), tl.program_id(1).to(tl.int64) * together
-    column = part * block + tl.arange(0, block)
-    key = _key(column)
-    for each in tl.static_range(together):
-        row = first + each
-        logit = tl.load(logits + row * stride + column, (column < size) & (row < rows), other=0.0).to(tl.float32)
-        terms = logit.to(tl.uint32, bitcast=True).to(tl.uint64) * key
-        digest = tl.sum(terms, 0).to(tl.int64, bitcast=True)
-        tl.store(digests + row * tl.num_programs(0) + part, digest, row < rows)
+    column, row = part * block + tl.arange(0, block), first + tl.arange(0, together)
+    place = row[:, None] * stride + column[None, :]
+    logit = tl.load(logits + place, (row < rows)[:, None] & (column < size)[None, :], other=0.0).to(tl.float32)
+    terms = logit.to(tl.uint32, bitcast=True).to(tl.uint64) * _key(column)[None, :]
+    digest = tl.sum(terms, 1).to(tl.int64, bitcast=True)
+    tl.store(digests + row * tl.num_programs(0) + part, digest, row < rows)
 
 
 def parts_of(vocab: int) -> int:
@@ -61,7 +62,9 @@ def digest_parts(logits: Tensor, digests: Tensor) -> None:
     if rows:
         together = TOGETHER if rows >= MANY else 1
         grid = parts_of(vocab), -(-rows // together)
-        _digest_parts[grid](logits, digests, logits.stride(0), rows, vocab, BLOCK, together, **options(num_warps=WARPS))
+        _digest_parts[grid](
+            logits, digests, logits.stride(0), rows, vocab, BLOCK, together, **options(num_warps=WARPS[together])
+        )
 
 
 def digest_rows(logits: Tensor) -> Tensor:
