@@ -9,7 +9,9 @@ from preheat.backends.base.backend import Backend
 from preheat.backends.base.facts import Facts, Mode
 from preheat.boot_values import Device
 from preheat.errors import SettingsError
+from preheat.execution.drafting import draft_settings
 from preheat.limits import check_ends
+from preheat.model.eagle import is_head
 from preheat.model.files import find_model
 from preheat.model.loader import obstacle
 from preheat.model.stated import stated_spec
@@ -54,9 +56,12 @@ def _for_model(settings: Settings, facts: Facts) -> Settings:
 
 
 def _obstacle(settings: Settings, backend: Backend, mode: Mode) -> str | None:
-    """Return why the model and the settings do not run in ``mode``, None if they do."""
+    """Return why the settings, the model or its draft do not run in ``mode``, None if they do."""
     try:
         check_traits(settings, backend.facts, mode)
     except SettingsError as error:
         return str(error)
-    return obstacle(settings, backend)
+    draft = draft_settings(settings)
+    if draft is None or is_head(draft):  # a head's layers are those of its target
+        return obstacle(settings, backend)
+    return obstacle(settings, backend) or obstacle(draft, backend)

@@ -22,19 +22,13 @@ from preheat.settings import Settings
 from preheat.utils.speculation import WITHOUT, Speculation
 
 
-def load_draft(settings: Settings, backend: Backend, target: LoadedModel) -> LoadedModel | None:
-    """Load the draft model or head; None if there is none.
-
-    Raises SettingsError for one that does not fit the ``target``.
-    """
-    speculates = settings.speculation
-    if speculates is not None and speculates.method == "mtp":
-        return load_mtp(settings, backend, target)
-    if speculates is None or speculates.model is None:
+def draft_settings(settings: Settings) -> Settings | None:
+    """Return the settings of the draft's own checkpoint; None if nothing drafts with one."""
+    if settings.speculation is None or settings.speculation.model is None:
         return None
-    own = replace(
+    return replace(
         settings,
-        model=speculates.model,
+        model=settings.speculation.model,
         revision=None,
         tokenizer=None,
         hf_overrides=None,
@@ -42,6 +36,18 @@ def load_draft(settings: Settings, backend: Backend, target: LoadedModel) -> Loa
         lora_modules=(),
         **WITHOUT,
     )
+
+
+def load_draft(settings: Settings, backend: Backend, target: LoadedModel) -> LoadedModel | None:
+    """Load the draft model or head; None if there is none.
+
+    Raises SettingsError for one that does not fit the ``target``.
+    """
+    speculates, own = settings.speculation, draft_settings(settings)
+    if speculates is not None and speculates.method == "mtp":
+        return load_mtp(settings, backend, target)
+    if speculates is None or own is None:
+        return None
     if speculates.method == "eagle3":
         return load_head(own, backend, target)
     if is_head(own):

@@ -23,6 +23,8 @@ from preheat.backends.base.facts import Facts
 from preheat.backends.registry import pick_backend
 from preheat.errors import PreheatError
 from preheat.model.loader import obstacle
+from preheat.model.stated import stated_spec
+from preheat.plan.modes import instead
 from preheat.settings import Settings
 from preheat.utils.encoders import SPARE
 from preheat.utils.speculation import WITHOUT
@@ -31,7 +33,7 @@ from preheat.verify.drive import Boot, Engine, at_once, in_groups, trickling
 from preheat.verify.prompt_sets import names_of
 from preheat.verify.prompts import Prompt, as_pooled, with_settings
 from preheat.verify.random_engines import Features, random_features
-from preheat.verify.random_models import write_model
+from preheat.verify.random_models import POSITIONS, write_model
 
 OUTPUTS = 20
 LENGTHS = (60, 300, 700)
@@ -118,7 +120,11 @@ class Fuzz:
         threads = settings.num_threads or draw.choice((1, 2))
         model: dict[str, Any] = {"model": str(folder / "model"), "load_format": "dummy", "skip_tokenizer_init": True}
         model |= {"seed": seed, "dtype": dtype, "num_threads": threads, "kv_cache_memory_bytes": CACHE_BYTES}
+        stated = stated_spec(replace(settings, **model), folder / "model").max_position_embeddings
+        model["max_model_len"] = min(stated, POSITIONS)  # some families stretch their positions unless told otherwise
         features = random_features(draw, folder, config)
+        if (folder / "draft").exists() and (other := instead(self._backend.facts, settings)) is not None:
+            features.both["execution_mode"] = other  # a draft that needs the other mode takes its target with it
         shown = [config["architectures"][0], *_sizes(config), dtype, f"{threads} threads"]
         shown += [*["int4"] * ("quantization_config" in config), *_shown(features.both, folder)]
         return replace(settings, **model, **features.both), features, shown
