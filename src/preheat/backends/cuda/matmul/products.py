@@ -26,7 +26,7 @@ import triton.language as tl
 
 from preheat.backends.cuda.launch import COMPILED
 from preheat.backends.cuda.matmul.mxfp4 import lying, powers_decoded
-from preheat.backends.cuda.matmul.weights import STEP, decoded, nibbles, of_nibbles, scales_of
+from preheat.backends.cuda.matmul.weights import STEP, codes_at, decoded, nibbles, of_nibbles, scales_of
 
 
 class Plain(NamedTuple):
@@ -43,7 +43,7 @@ class Codes(NamedTuple):
     """Tensors and sizes of weights as codes.
 
     ``groups`` is the number of groups in a split, or in all inputs if ``index`` has the group of each input. An output
-    has ``row_bytes`` of codes, a split ``split_bytes`` of them; a matrix has ``scales_each`` scales.
+    has ``row_bytes`` of codes, and splits lie ``split_bytes`` apart; a matrix has ``scales_each`` scales.
     """
 
     codes: Any
@@ -163,7 +163,7 @@ def _codes_sum(acc, w, xs, xs_high, out, k, size, outputs, FORM: tl.constexpr):
     codes, scales, zeros, index, groups, row_bytes = w
     if FORM.powers and COMPILED and dtype == tl.bfloat16:
         rows = lying(out)
-        pair = tl.load(codes + rows.to(tl.int64)[:, None] * row_bytes + (k // 2 + tl.arange(0, HALF))[None, :])
+        pair = tl.load(codes_at(codes, rows, k, outputs, row_bytes, True))
         words = tl.load(scales + (k // STEP) * outputs + rows)
         low, high = powers_decoded(pair, words, False, FORM.large), powers_decoded(pair, words, True, FORM.large)
         if FORM.whole:
@@ -173,7 +173,7 @@ def _codes_sum(acc, w, xs, xs_high, out, k, size, outputs, FORM: tl.constexpr):
             acc = tl.dot(low, xs, acc, input_precision="ieee")
             acc = tl.dot(high, xs_high, acc, input_precision="ieee")
     elif FORM.four:
-        pair = tl.load(codes + out.to(tl.int64)[:, None] * row_bytes + (k // 2 + tl.arange(0, HALF))[None, :])
+        pair = tl.load(codes_at(codes, out, k, outputs, row_bytes, FORM.powers))
         low, high = nibbles(pair, False, FORM.powers), nibbles(pair, True, FORM.powers)
         scale, zero = scales_of(
             scales, zeros, index, out, k, size, outputs, groups, FORM.group, FORM.even, HALF, FORM.powers, FORM.large

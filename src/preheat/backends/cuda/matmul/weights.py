@@ -71,10 +71,11 @@ class PlainWeight:
 class DeviceWeight:
     """A quantized weight as the kernels read it.
 
-    ``codes`` are [outputs, inputs]. Codes of four bits are uint8 [outputs, whole steps * 64]. ``scales`` and ``zeros``
-    are fp32 [groups, outputs]. Experts, if there are any, are the first dimension. Zero points are fp32, because the
-    compiler would load zero points of two bytes where they are needed, and not ahead. Scales that are powers of two are
-    int32 [steps, outputs] instead: a word has the exponents of a step's four groups as bytes, see
+    ``codes`` are [outputs, inputs]. Codes of four bits are uint8 [outputs, whole steps * 64], and of MXFP4 [steps,
+    outputs, 64]: so a step of a tile is one piece of memory. ``scales`` and ``zeros`` are fp32 [groups, outputs].
+    Experts, if there are any, are the first dimension. Zero points are fp32, because the compiler would load zero
+    points of two bytes where they are needed, and not ahead. Scales that are powers of two are int32 [steps, outputs]
+    instead: a word has the exponents of a step's four groups as bytes, see
     :func:`preheat.backends.cuda.matmul.mxfp4.words_of`.
 
     ``shuffled``: codes of four bits lie in the order of Hopper's matrix unit. Their scales are numbers of float16, or
@@ -106,6 +107,8 @@ class DeviceWeight:
         if weight.scheme.bits == 4:
             halves = _halves(nibbles_of(codes) if weight.scheme.code == "fp4" else codes, splits)
             codes = mixed(*halves) if powers else _packed(*halves, "cadb" if shuffled else "abcd")
+            if powers:
+                codes = codes.unflatten(-1, (-1, STEP.value // 2)).transpose(-2, -3).contiguous()
         zeros = None if weight.zeros is None else weight.zeros.transpose(-1, -2).contiguous().float()
         if shuffled and _same(scales, torch.bfloat16):
             scales = scales.bfloat16()
@@ -236,6 +239,14 @@ def nibbles(pair, HIGH: tl.constexpr, POWERS: tl.constexpr):
 
 
 @triton.jit
+def codes_at(codes, out, k, outputs, row_bytes, POWERS: tl.constexpr):
+    """Return the places [outputs, half a step] of codes of four bits, of the step of input ``k``."""
+    HALF: tl.constexpr = STEP // 2
+    at = (k // STEP * outputs + out).to(tl.int64) * HALF if POWERS else out.to(tl.int64) * row_bytes + k // 2
+    return codes + at[:, None] + tl.arange(0, HALF)[None, :]
+
+
+@triton.jit
 def scales_of(
     scales, zeros, index, out, k, size, outputs, groups, GROUP: tl.constexpr, EVEN: tl.constexpr,
     INPUTS: tl.constexpr, POWERS: tl.constexpr = False, LARGE: tl.constexpr = False,
@@ -296,7 +307,7 @@ def _dequantize(
             zeros += split * groups * outputs
     to = weight + out.to(tl.int64)[:, None] * inputs + split * size
     if FOUR:
-        pair = tl.load(codes + out.to(tl.int64)[:, None] * row_bytes + (k // 2 + tl.arange(0, HALF))[None, :])
+        pair = tl.load(codes_at(codes, out, k, outputs, row_bytes, POWERS))
         if SHUFFLED:
             pair = pair.reshape(OUTPUTS, 4, 4, 2, 2).permute(0, 2, 4, 1, 3).reshape(OUTPUTS, HALF)
         for half in tl.static_range(2):
@@ -331,13 +342,15 @@ def dequantized(weight: DeviceWeight) -> Tensor:
 
 
 def layout(weight: DeviceWeight) -> tuple[int, int, int, int]:
-    """Return inputs and groups of a split, bytes of an output's codes, and bytes of a split's part of them.
+    """Return inputs and groups of a split, bytes of an output's codes, and bytes from a split's codes to the next.
 
     Where the checkpoint gives the group of each input, the groups are the groups of all inputs.
     """
-    groups, row_bytes = weight.scales.shape[-2], weight.codes.shape[-1]
+    codes, groups = weight.codes, weight.scales.shape[-2]
     of_split = groups if weight.index is not None else groups // weight.splits
-    return weight.shape[-1] // weight.splits, of_split, row_bytes, row_bytes // weight.splits
+    row_bytes = codes.shape[-1] * (codes.shape[-3] if weight.scheme.powers else 1)
+    split_bytes = row_bytes // weight.splits * (codes.shape[-2] if weight.scheme.powers else 1)
+    return weight.shape[-1] // weight.splits, of_split, row_bytes, split_bytes
 
 
 def dequantized_experts(weight: DeviceWeight) -> Tensor:
