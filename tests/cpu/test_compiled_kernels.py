@@ -37,18 +37,9 @@ from preheat.backends.cuda.lora_routed import _expand_experts, _expand_tokens, _
 from preheat.backends.cuda.lora_shrink import Shrinking, ShrinkSizes, _shrink
 from preheat.backends.cuda.matmul import products
 from preheat.backends.cuda.matmul.config import ExpertsShape, LinearShape, Tile, Wide
-from preheat.backends.cuda.matmul.gemm import (
-    Cut,
-    Routed,
-    RoutedForm,
-    all_rows,
-    all_rows_masked,
-    apart,
-    by_expert,
-    gemm,
-    looped,
-)
+from preheat.backends.cuda.matmul.gemm import apart, gemm, looped
 from preheat.backends.cuda.matmul.kernels import rule
+from preheat.backends.cuda.matmul.maps import Cut, Routed, RoutedForm, all_rows, all_rows_masked, by_expert
 from preheat.backends.cuda.matmul.products import Codes, CodesForm, Float8, Float8Form
 from preheat.backends.cuda.matmul.rules import experts_rule
 from preheat.backends.cuda.norm import _norm
@@ -128,7 +119,7 @@ def stored(kind="*u8", zeros="*fp32", index=None):
     return Codes(kind, "*fp32", zeros, index, *["i32"] * 4)
 
 
-def multiplied(warps, stages, weight, form, sizes, *, y="*bf16", gated=False, experts=None):
+def multiplied(warps, stages, weight, form, sizes, *, y="*bf16", gated=False, experts=None, asked=0):
     """The kernel of products of a ``weight`` in tiles of ``sizes``, compiled; ``experts`` say how they are routed."""
     float8 = isinstance(weight, Float8)
     given = {"x": FP8 if float8 else "*bf16", "w": weight, "y": y} | ({} if experts is None else {"groups": ROUTED})
@@ -136,7 +127,7 @@ def multiplied(warps, stages, weight, form, sizes, *, y="*bf16", gated=False, ex
     return compiled(
         gemm, warps, stages, given, **more, **({"groups": None} if experts is None else {}),
         MAP=by_expert if experts else dense, PRODUCT=products.float8 if float8 else products.codes,
-        SUM=apart if experts else looped, FORM=form, GROUPS=experts, CUT=Cut(*sizes), gated=gated,
+        SUM=apart if experts else looped, FORM=form, GROUPS=experts, CUT=Cut(*sizes), gated=gated, ASKED=asked,
     )  # fmt: skip
 
 
@@ -319,6 +310,16 @@ def test_experts_compile(gated, gathered, arranged, k_splits):
         form = CodesForm(four, group=128, even=True)
         found = multiplied(4, 4, stored(dtype), form, sizes, gated=gated, experts=routed)
         assert instructions(found) == {"wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16"}
+
+
+def test_weights_are_asked_for_before_the_kernel_ahead_has_ended():
+    form = CodesForm(four=True, group=32, even=False, e2m1=True, powers=True)
+    weight = stored(zeros=None)._replace(scales="*i32")
+    routed = RoutedForm(128, 8, gathered=False, arranged=False)
+    text = multiplied(2, 4, weight, form, (32, 16, 128, 1), experts=routed, asked=512).asm["ptx"]
+    asked = [found.start() for found in re.finditer(r"prefetch\.global\.L2", text)]
+    assert len(asked) * 64 >= 32 * 512 // 64  # by 64 threads, 64 bytes of an output each time
+    assert max(asked) < text.index("griddepcontrol.wait") < text.index("cp.async")
 
 
 @pytest.mark.parametrize("tokens", [1, 600])

@@ -88,15 +88,16 @@ def experts_rows(
     adding: Adding | None = None, between: Apart | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the outputs [arranged rows, hidden] of each expert, see :func:`experts_forward`."""
+    early = config.gate_up.kind == "tile"  # its programs wait for the arrangement before the next kernel begins
     if between is not None:
         fused = _fuses(config, between.activation)
         gated: Gated = between.activation if fused else False
         y = experts_layer(config.gate_up, x, gate_up, arrangement, gated=gated, gathered=True, bias=between.gate_up)
         inner = y if fused else activate(y, between.activation)
-        return experts_layer(config.down, inner, down, arrangement, gated=False, bias=between.down)
+        return experts_layer(config.down, inner, down, arrangement, gated=False, bias=between.down, early=early)
     if adding is None:
         inner = experts_layer(config.gate_up, x, gate_up, arrangement, gated=True)
-        return experts_layer(config.down, inner, down, arrangement, gated=False)
+        return experts_layer(config.down, inner, down, arrangement, gated=False, early=early)
     y = experts_layer(config.gate_up, x, gate_up, arrangement, gated=False, gathered=True)
     rows = activated(adding(y, plain_rows(x), arrangement, True), down)
     z = experts_layer(config.down, rows, down, arrangement, gated=False)
@@ -119,7 +120,7 @@ def activated(gate_up: Tensor, down: Weight) -> Rows:
 
 def experts_layer(
     choice: Tile | Wide | Expanded, x: Rows, weight: Weight, arrangement: Arrangement, *, gated: Gated,
-    gathered: bool | None = None, bias: Tensor | None = None,
+    gathered: bool | None = None, bias: Tensor | None = None, early: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return the outputs of one of both layers by the kernel ``choice``.
 
@@ -127,7 +128,9 @@ def experts_layer(
     """
     gathered = bool(gated) if gathered is None else gathered
     if choice.kind == "tile":
-        return experts_product(choice, x, weight, arrangement, gated=gated, gathered=gathered, bias=bias)
+        return experts_product(
+            choice, x, weight, arrangement, gated=gated, gathered=gathered, bias=bias, early=early
+        )  # fmt: skip
     if choice.kind == "expanded":
         plain = PlainWeight(weight.plain())
         return experts_layer(choice.choice, x, plain, arrangement, gated=gated, gathered=gathered, bias=bias)  # type: ignore[arg-type]

@@ -25,7 +25,17 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from preheat.backends.cuda.device import card_at
 from preheat.backends.cuda.elementwise import combined
 from preheat.backends.cuda.launch import INTERPRETED, begin, options
+from preheat.backends.cuda.matmul.ahead import ask, asked
 from preheat.backends.cuda.matmul.config import Tile, whole_groups
+from preheat.backends.cuda.matmul.maps import (
+    Cut,
+    Routed,
+    RoutedForm,
+    all_rows,
+    all_rows_masked,
+    by_expert,
+    programs,
+)
 from preheat.backends.cuda.matmul.products import (
     Codes,
     CodesForm,
@@ -43,9 +53,6 @@ from preheat.ops.quantization import QuantizedRows
 if TYPE_CHECKING:
     from preheat.backends.cuda.moe_route import Arrangement
 
-GROUP: tl.constexpr = tl.constexpr(8)
-"""Tiles of weights that programs running together share, so that the rows of x that they read stay in L2."""
-
 Gated = bool | Activation
 """Whether outputs are gates and ups: the activation that combines them, or True for silu(gate) * up."""
 
@@ -54,112 +61,6 @@ WHOLE_ROWS = 32
 
 FEW = 16
 """Rows of a tile that may be mostly empty."""
-
-
-class Cut(NamedTuple):
-    """Sizes of a tile, and the number of splits of the inputs."""
-
-    outputs: int
-    rows: int
-    inputs: int
-    splits: int
-
-
-class Routed(NamedTuple):
-    """Tensors of the rows of experts, see :class:`preheat.backends.cuda.moe_route.Arrangement`.
-
-    A split of y has ``numbers`` numbers.
-    """
-
-    experts: Any
-    starts: Any
-    counts: Any
-    tokens: Any
-    numbers: int
-
-
-class RoutedForm(NamedTuple):
-    """Constants of experts.
-
-    ``gathered``: rows of x are tokens, else they lie as the rows of y. ``arranged``: rows are arranged in blocks, else
-    each slot is a block of one row. ``dealt``: the experts are those of a rank, ``first`` of all and on. Slots of other
-    experts get no rows.
-    """
-
-    experts: int
-    top_k: int
-    gathered: bool
-    arranged: bool
-    dealt: bool = False
-    first: int = 0
-
-
-@triton.jit
-def _corner(rows, outputs, CUT: tl.constexpr):
-    """Return the first output and the first row of a program's tile."""
-    across = tl.cdiv(outputs, CUT.outputs)
-    down = tl.cdiv(rows, CUT.rows)
-    group = tl.program_id(0) // (GROUP * down)
-    inside = tl.program_id(0) % (GROUP * down)
-    size = tl.minimum(across - group * GROUP, GROUP)
-    first = (group * GROUP + inside % size) * CUT.outputs
-    row = inside // size * CUT.rows
-    return first, row
-
-
-@triton.jit
-def all_rows(groups, rows, outputs, GROUPS: tl.constexpr, CUT: tl.constexpr):
-    """Let all rows meet one matrix; rows beyond the last one are copies of it."""
-    first, row = _corner(rows, outputs, CUT)
-    return 0, first, 0, row, rows, tl.minimum(row + tl.arange(0, CUT.rows), rows - 1)
-
-
-@triton.jit
-def all_rows_masked(groups, rows, outputs, GROUPS: tl.constexpr, CUT: tl.constexpr):
-    """Let all rows meet one matrix; the product does not read rows beyond the last one."""
-    first, row = _corner(rows, outputs, CUT)
-    return 0, first, 0, row, rows, row + tl.arange(0, CUT.rows)
-
-
-@triton.jit
-def by_expert(groups, rows, outputs, GROUPS: tl.constexpr, CUT: tl.constexpr):
-    """Let the rows of each expert meet its matrix.
-
-    Tiles of one expert follow each other, first the tiles with the same weights.
-    """
-    tile = tl.program_id(0)
-    across = tl.cdiv(outputs, CUT.outputs)
-    expert = tl.load(groups.experts + tile // across)
-    if GROUPS.arranged:
-        start, rows = tl.load(groups.starts + expert), tl.load(groups.counts + expert)
-        blocks = tl.cdiv(rows, CUT.rows)
-        inside = tile - start * across
-        below = inside % blocks * CUT.rows
-        first = inside // blocks * CUT.outputs
-        start = start * CUT.rows
-    else:
-        start, rows, below = tile // across, 1, 0
-        first = tile % across * CUT.outputs
-        if GROUPS.dealt:
-            expert -= GROUPS.first
-    place = start + tl.minimum(below + tl.arange(0, CUT.rows), rows - 1)
-    source = place
-    if GROUPS.gathered:
-        source = tl.load(groups.tokens + place) if GROUPS.arranged else place // GROUPS.top_k
-    return expert, first, start, below, rows, source
-
-
-@triton.jit
-def _programs(groups, outputs, GROUPS: tl.constexpr, CUT: tl.constexpr):
-    """Return how many programs have a tile of an expert's rows."""
-    if GROUPS.arranged:
-        count = tl.load(groups.starts + GROUPS.experts) * tl.cdiv(outputs, CUT.outputs)
-    elif GROUPS.dealt:
-        expert = tl.load(groups.experts + tl.program_id(0) // tl.cdiv(outputs, CUT.outputs)) - GROUPS.first
-        count = tl.where((expert >= 0) & (expert < GROUPS.experts), tl.num_programs(0), 0)
-    else:
-        count = tl.num_programs(0)
-    return count
 
 
 @triton.jit
@@ -224,21 +125,30 @@ def _name(specialization: Any) -> str:
 def gemm(
     x, w, groups, bias, y, x_tiles, w_tiles, rows, outputs, inputs, size, MAP: tl.constexpr, PRODUCT: tl.constexpr,
     SUM: tl.constexpr, FORM: tl.constexpr, GROUPS: tl.constexpr, CUT: tl.constexpr, gated: tl.constexpr,
-    ACTIVATION: tl.constexpr, overlap: tl.constexpr,
+    ACTIVATION: tl.constexpr, ASKED: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile [CUT.outputs, CUT.rows] of y a program.
 
     ``outputs`` are the columns of y, ``inputs`` the numbers of a row of x, ``size`` the inputs of a split. Outputs
     beyond the last one are computed as copies of it; neither they nor rows beyond the last one are stored. ``x_tiles``
     and ``w_tiles`` are x and w for the copy engine, or None. ``ACTIVATION`` combines gates and ups;
-    None: silu(gate) * up.
+    None: silu(gate) * up. So many bytes of an output's weights are ``ASKED`` for while the kernel ahead still runs.
     """
-    begin(overlap)
+    if ASKED == 0:
+        begin(overlap)
     if groups is not None:  # noqa: SIM102 - one is known to the compiler
-        if tl.program_id(0) >= _programs(groups, outputs, GROUPS, CUT):
+        if tl.program_id(0) >= programs(groups, outputs, GROUPS, CUT):
+            if ASKED > 0:
+                begin(overlap)
             return
     group, first, start, row, rows, token = MAP(groups, rows, outputs, GROUPS, CUT)
     out = tl.minimum(first + tl.arange(0, CUT.outputs), outputs - 1)
+    if ASKED > 0:
+        height = outputs * 2 if gated else outputs
+        ask(PRODUCT, w, group, out, size, height, ASKED)
+        if gated:
+            ask(PRODUCT, w, group, out + outputs, size, height, ASKED)
+        begin(overlap)
     at = first, row, out, token.to(tl.int64), row + tl.arange(0, CUT.rows) < rows
     if groups is not None and bias is not None:
         bias += group * (outputs * 2 if gated else outputs)
@@ -344,21 +254,22 @@ def multiply(
         given.x, given.w, None, bias, y, x_tiles, w_tiles, rows, columns, inputs, size,
         MAP=all_rows_masked if given.product is codes or _masks(given.form) else all_rows, PRODUCT=given.product,
         SUM=unrolled if given.product is plain else looped, FORM=given.form, GROUPS=None,
-        CUT=Cut(tile.outputs, tile.rows, given.depth, splits), **_gates(gated), **given.options,
+        CUT=Cut(tile.outputs, tile.rows, given.depth, splits), ASKED=asked(tile, weight, early=True),
+        **_gates(gated), **given.options,
         **options(num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip
 
 
 def multiply_experts(
     tile: Tile, x: Tensor | QuantizedRows, weight: Weight, arrangement: Arrangement, y: Tensor, *,
-    gated: Gated, gathered: bool, splits: int = 1, bias: Tensor | None = None,
+    gated: Gated, gathered: bool, splits: int = 1, bias: Tensor | None = None, early: bool = False,
 ) -> None:  # fmt: skip
     """Write to ``y`` [arranged rows, columns] the outputs of one layer of all experts.
 
     ``weight`` is [experts, outputs, inputs], ``bias`` [experts, outputs]. With ``splits`` > 1, ``y`` is [splits,
     arranged rows, columns] and gets the result of each split. ``x`` is [tokens, inputs] if ``gathered``, else [arranged
     rows, inputs]. All tensors are contiguous. ``tile.rows`` is the block size of the arrangement, unless its blocks
-    have one row.
+    have one row. ``early``: the arrangement was written at least two launches before.
     """
     (experts, _, inputs), columns, size = weight.shape, y.shape[-1], weight.shape[2] // splits
     given, w_tiles = OPERANDS[weight.form](tile, x, weight, size), None
@@ -372,14 +283,14 @@ def multiply_experts(
         GROUPS=RoutedForm(
             experts, arrangement.top_k, gathered, arrangement.block > 1, arrangement.own is not None, first
         ),
-        CUT=Cut(tile.outputs, tile.rows, given.depth, splits), **_gates(gated), **given.options,
-        **options(num_warps=tile.warps, num_stages=tile.stages),
+        CUT=Cut(tile.outputs, tile.rows, given.depth, splits), ASKED=asked(tile, weight, early=early),
+        **_gates(gated), **given.options, **options(num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip
 
 
 def experts_product(
     tile: Tile, x: Tensor | QuantizedRows, weight: Weight, arrangement: Arrangement, *, gated: Gated,
-    gathered: bool | None = None, dtype: torch.dtype | None = None, bias: Tensor | None = None,
+    gathered: bool | None = None, dtype: torch.dtype | None = None, bias: Tensor | None = None, early: bool = False,
 ) -> Tensor:  # fmt: skip
     """Return rows [arranged rows, columns] of one layer of all experts.
 
@@ -388,7 +299,9 @@ def experts_product(
     """
     gathered = bool(gated) if gathered is None else gathered
     y = weight.room(arrangement.rows, weight.shape[1] // 2 if gated else weight.shape[1], dtype=dtype)
-    multiply_experts(tile, weight.rows(x), weight, arrangement, y, gated=gated, gathered=gathered, bias=bias)
+    multiply_experts(
+        tile, weight.rows(x), weight, arrangement, y, gated=gated, gathered=gathered, bias=bias, early=early
+    )  # fmt: skip
     return y
 
 

@@ -15,26 +15,31 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options
+from preheat.backends.cuda.matmul.ahead import ask, asked_plain
 from preheat.backends.cuda.matmul.config import Tile, shape_of
-from preheat.backends.cuda.matmul.gemm import Cut, _corner
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
+from preheat.backends.cuda.matmul.maps import Cut, corner
+from preheat.backends.cuda.matmul.products import plain
 from preheat.ops.values import Matmul
 
 
 @triton.jit(do_not_specialize=["rows"])
 def gemm_heads(
     x, w, y, x_row, x_head, y_row, y_head, rows, outputs, inputs, REST: tl.constexpr, WIDTH: tl.constexpr,
-    EVEN: tl.constexpr, CUT: tl.constexpr, overlap: tl.constexpr,
+    EVEN: tl.constexpr, CUT: tl.constexpr, ASKED: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile [CUT.outputs, CUT.rows] of a head a program.
 
     Rows of x and y are ``x_row`` and ``y_row`` numbers apart, heads ``x_head`` and ``y_head``. The programs of a head's
-    first outputs copy its last ``REST`` numbers. ``EVEN``: a tile's depth divides the inputs.
+    first outputs copy its last ``REST`` numbers. ``EVEN``: a tile's depth divides the inputs. ``ASKED`` bytes of an
+    output's weights are asked for before the kernel ahead has ended.
     """
-    begin(overlap)
     head = tl.program_id(1).to(tl.int64)
-    first, row = _corner(rows, outputs, CUT)
+    first, row = corner(rows, outputs, CUT)
     out = tl.minimum(first + tl.arange(0, CUT.outputs), outputs - 1)
+    if ASKED > 0:
+        ask(plain, w, head, out, inputs, outputs, ASKED)
+    begin(overlap)
     token = tl.minimum(row + tl.arange(0, CUT.rows), rows - 1).to(tl.int64)
     xs_at, ws_at = x + head * x_head + token[None, :] * x_row, w + (head * outputs + out)[:, None] * inputs
     to = y + head * y_head + token * y_row
@@ -80,7 +85,7 @@ class HeadsLayer:
         gemm_heads[(triton.cdiv(outputs, tile.outputs) * triton.cdiv(len(x), tile.rows), heads)](
             x, self.weight, out, *x.stride()[:2], *out.stride()[:2], len(x), outputs, inputs,
             REST=rest, WIDTH=triton.next_power_of_2(rest), EVEN=inputs % tile.inputs == 0,
-            CUT=Cut(tile.outputs, tile.rows, tile.inputs, 1),
+            CUT=Cut(tile.outputs, tile.rows, tile.inputs, 1), ASKED=asked_plain(tile),
             **options(num_warps=tile.warps, num_stages=tile.stages),
         )  # fmt: skip
 
