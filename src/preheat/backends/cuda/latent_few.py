@@ -30,15 +30,15 @@ class FewConfig:
 
     A program scores ``keys`` keys of a split, and computes ``numbers`` numbers of the outputs, for ``rows`` heads.
     ``stages`` tiles are loaded ahead. ``programs`` is the most programs of a grid for each multiprocessor.
-    Measured on an H100.
+    Measured on an H200.
     """
 
     rows: int = 16
     keys: int = 32
-    numbers: int = 64
+    numbers: int = 32
     score_warps: int = 4
     value_warps: int = 4
-    stages: int = 4
+    stages: int = 3
     programs: int = 4
 
 

@@ -255,15 +255,17 @@ def _powers_experts(mean: float, hopper: bool) -> ExpertsConfig:
     """Guess tiles of MXFP4 for ``mean`` rows an expert, or 0 for rows alone.
 
     Weights are made of codes once for each block of rows. Only on Hopper have registers room for the sums of 128 gates
-    and 128 ups. The tiles up to 32 rows are the fastest of all that an H200 tried at gpt-oss's sizes.
+    and 128 ups. The tiles up to 64 rows are the fastest of all that an H200 tried at gpt-oss's sizes.
     """
     if mean == 0:
-        return ExpertsConfig(1, Tile(64, 16, 128, 4, 6), Tile(32, 16, 128, 2, 4))
+        return ExpertsConfig(1, Tile(32, 8, 128, 2, 4), Tile(32, 8, 128, 2, 4))
+    if mean <= 4:
+        return ExpertsConfig(8, Tile(32, 8, 128, 2, 3), Tile(64, 8, 128, 2, 4))
     if mean <= 12:
-        return ExpertsConfig(16, Tile(32, 16, 128, 2, 6), Tile(64, 16, 128, 4, 6))
-    if mean <= 32:
+        return ExpertsConfig(16, Tile(64, 16, 128, 4, 3), Tile(128, 16, 128, 4, 4))
+    if mean <= 24:
         return ExpertsConfig(32, Tile(64, 32, 128, 4, 3), Tile(128, 32, 128, 4, 4))
     if mean <= 64:
-        return ExpertsConfig(64, Tile(64, 64, 128, 4, 3), Tile(128, 64, 128, 4, 3))
+        return ExpertsConfig(64, Tile(64, 64, 128, 4, 3), Tile(128, 64, 128, 8, 3))
     down = Tile(128, 128, 128, 8, 3)
     return ExpertsConfig(128, down if hopper else Tile(64, 128, 128, 8, 3), down)
