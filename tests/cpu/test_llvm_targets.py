@@ -136,6 +136,15 @@ def test_a_fault_planted_in_code_is_seen(written, name, find, put, fault, monkey
     assert faults(source.replace(find, put), TARGETS[name]) == ({fault} if fault else set())
 
 
+@pytest.mark.parametrize("name", TARGETS)
+def test_sums_fit_into_the_registers_of(name):
+    """Either the weights of an input wait in registers while rows pass, or a number of each row while weights pass."""
+    count, bits = TARGETS[name].registers
+    for rows, vectors in products.TILES[count, bits].items():
+        weights = vectors * 32 * emit.LANES // bits
+        assert rows == 1 or rows * weights + min(rows, weights) + 1 <= count
+
+
 # --- one digest ---
 
 

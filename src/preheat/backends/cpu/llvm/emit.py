@@ -166,6 +166,11 @@ class Function:
         self.b.store(value, place)
         return place
 
+    def room(self, floats: int) -> Value:
+        """Return the address of room for ``floats`` floats, with any numbers in it."""
+        entry = ir.IRBuilder(self._entry)
+        return entry.inttoptr(entry.ptrtoint(entry.alloca(FLOAT, size=floats), LONG), POINTER)
+
     def get(self, variable: Value) -> Value:
         return self.b.load(variable, typ=variable.allocated_type)
 

@@ -2,25 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from itertools import chain
 from typing import NamedTuple
 
-from preheat.backends.cpu.llvm import codes
+from preheat.backends.cpu.llvm import codes, targets
 from preheat.backends.cpu.llvm.activations import ACTIVATIONS, UPS, kept_between
 from preheat.backends.cpu.llvm.emit import BYTE, FLOATS, HALF, LANES, WORDS, Function, Value
 from preheat.backends.cpu.llvm.job import Job, Once, Phase, wait
-from preheat.backends.cpu.llvm.kinds import LAYER_FRAME, PANEL, Product, Stored
+from preheat.backends.cpu.llvm.kinds import LAYER_FRAME, PANEL, Product
 from preheat.backends.cpu.llvm.narrow import numbers
 from preheat.backends.cpu.llvm.terms import Adapted, add_terms, shrink
 
-ROWS_AT_ONCE = 4
-"""Rows that read a weight together, where there are as many. Changes no bits."""
+TILES: Mapping[tuple[int, int], Mapping[int, int]] = {
+    (32, 512): {4: 4, 1: 8},
+    (16, 256): {6: 1, 3: 2, 1: 8},
+    (32, 128): {6: 1, 3: 2, 1: 4},
+    (16, 128): {2: 1, 1: 2},
+}
+"""Rows that read a weight together, and the vectors that they sum at once, by the vector registers and their bits.
 
-VECTORS = {1: 8, ROWS_AT_ONCE: 4}
-"""Most vectors of outputs that so many rows sum at once; 16 sums fit into registers."""
+The sums of several rows, the weights of one input and one number of a row fit into the registers. A single row waits
+for memory, and is faster with more sums. Changes no bits.
+"""
 
-VECTORS_OF_CODES = 4
-"""Most vectors of outputs that are summed at once from codes: they need registers before they are floats."""
+TILES_OF_CODES = {4: 4, 1: 4}
+"""The same for codes: they need registers before they are floats."""
 
 Finish = Callable[[Value, Value, Value], None]
 """Use of a product's results: the row, the first column, and 16 results."""
@@ -48,15 +55,19 @@ class Visits(NamedTuple):
     slots: Value
 
 
-def weights_at(e: Function, stored: Stored, weight: Value, panel: Value, inputs: int, k: Value) -> list[Value]:
-    """Return the two vectors of input ``k`` in a panel, as floats."""
-    at = e.mul(e.add(e.mul(panel, inputs), k), PANEL)
-    if stored == "float32":
-        return [e.vector(weight, e.add(at, LANES * half)) for half in (0, 1)]
-    if stored == "float16":
-        return [numbers(e, e.at(weight, e.add(at, LANES * half), HALF), stored) for half in (0, 1)]
+def weight_at(e: Function, how: Product, weight: Value, vector: Value, k: Value) -> Value:
+    """Return the numbers of input ``k`` for 16 outputs, the ``vector``-th of the weight, as floats.
+
+    ``vector`` is a pair: a panel and a half of it.
+    """
+    panel, half = vector
+    at = e.mul(e.add(e.mul(panel, how.inputs), k), PANEL)
+    if how.stored == "float32":
+        return e.vector(weight, e.add(at, LANES * half))
+    if how.stored == "float16":
+        return numbers(e, e.at(weight, e.add(at, LANES * half), HALF), how.stored)
     words = e.b.load(e.at(weight, at, HALF), typ=WORDS, align=4)  # a word: outputs j and j + 16
-    return [e.b.bitcast(e.b.shl(words, e.w(16)), FLOATS), e.b.bitcast(e.b.and_(words, e.w(-65536)), FLOATS)]
+    return e.b.bitcast(e.b.and_(words, e.w(-65536)) if half else e.b.shl(words, e.w(16)), FLOATS)
 
 
 def sums(
@@ -64,22 +75,33 @@ def sums(
 ) -> list[list[Value]]:
     """Return the products of rows with a unit's outputs: [row][vector].
 
-    ``x`` are the addresses of the ``rows`` rows; the ``unit`` has ``vectors`` vectors of outputs.
+    ``x`` are the addresses of the ``rows`` rows; the ``unit`` has ``vectors`` vectors of outputs. As many vectors are
+    summed at once as fit into registers.
     """
     if how.scales is not None:
         return codes.sums(e, how, weight, unit, x, vectors)
-    totals = [[e.variable(e.v(0.0)) for _ in range(vectors)] for _ in range(rows)]
-    for line in totals:
-        for total in line:
+    found: list[list[Value]] = [[] for _ in x]
+    at_once = tiles(how)[rows]
+    for first in range(0, vectors, at_once):
+        numbers = range(first, min(first + at_once, vectors))
+        places = [(e.add(e.mul(unit, vectors // 2), number // 2), number % 2) for number in numbers]
+        totals = [[e.variable(e.v(0.0)) for _ in places] for _ in x]
+        for total in chain(*totals):
             e.set(total, e.v(0.0))
-    panels = [e.add(e.mul(unit, vectors // 2), number) for number in range(vectors // 2)]
-    with e.loop(0, how.inputs) as k:
-        weights = [each for panel in panels for each in weights_at(e, how.stored, weight, panel, how.inputs, k)]
-        for row, line in zip(x, totals, strict=True):
-            factor = e.splat(e.load(row, k))
-            for total, each in zip(line, weights, strict=True):
-                e.set(total, e.fma(each, factor, e.get(total)))
-    return [[e.get(total) for total in line] for line in totals]
+        with e.loop(0, how.inputs) as k:
+            weights = [weight_at(e, how, weight, place, k) for place in places]
+            for row, line in zip(x, totals, strict=True):
+                factor = e.splat(e.load(row, k))
+                for total, each in zip(line, weights, strict=True):
+                    e.set(total, e.fma(each, factor, e.get(total)))
+        for line, more in zip(found, totals, strict=True):
+            line += [e.get(total) for total in more]
+    return found
+
+
+def tiles(how: Product) -> Mapping[int, int]:
+    """Return the numbers of rows that read a weight together, and the vectors that so many rows sum at once."""
+    return TILES[targets.here().registers] if how.scales is None else TILES_OF_CODES
 
 
 def widest(how: Product, rows: int) -> int:
@@ -87,8 +109,7 @@ def widest(how: Product, rows: int) -> int:
 
     The outputs must be a multiple of a unit's vectors. Gates lie beside their ups, so a gated unit has at least 4.
     """
-    least = 4 if how.gated else 2
-    most = VECTORS[rows] if how.scales is None else min(VECTORS[rows], VECTORS_OF_CODES)
+    least, most = 4 if how.gated else 2, max(tiles(how)[rows], 4)
     options = [each for each in (8, 4, 2) if least <= each <= most and how.padded % (each * LANES) == 0]
     return options[0]
 
@@ -105,17 +126,15 @@ def product(e: Job, how: Product, name: str, x: Value, finish: Finish, make: Onc
     operands = _operands(e, how, name, row_at, e.pointer("slots"))
     if operands.terms is not None:
         wait(e, [shrink(e, how, operands.terms, e.rows, row_at, make)])
-    phases, start = [], e.i(0)
-    for rows in (ROWS_AT_ONCE, 1):
-        vectors = widest(how, rows)
-        stop = _whole(e, start, e.rows, rows)
-        count = e.choose(e.less(start, stop), how.padded // (LANES * vectors), 0)
-        phases.append(phase := e.phase(count))
+    sizes = sorted(tiles(how), reverse=True)
+    few, phases = e.less(e.rows, sizes[0]), []
+    for holds, mine in ((e.b.not_(few), sizes), (few, sizes[1:])):
+        vectors = widest(how, mine[0] if mine is sizes else 1)
+        phases.append(phase := e.phase(e.choose(holds, how.padded // (LANES * vectors), 0)))
         with e.units(*phase) as unit:
             if make is not None:
                 make()
-            _rows(e, how, operands, unit, (start, stop, rows), vectors, finish)
-        start = stop
+            _rows(e, how, operands, unit, (e.i(0), e.rows), mine, vectors, finish)
     return phases
 
 
@@ -131,7 +150,8 @@ def visited_product(
     operands = _operands(e, how, name, row_at, visits.slots)
     if operands.terms is not None:
         wait(e, [shrink(e, how, operands.terms, visits.rows, row_at, make)])
-    vectors = widest(how, ROWS_AT_ONCE)
+    sizes = sorted(tiles(how), reverse=True)
+    vectors = widest(how, sizes[0])
     blocks = how.padded // (LANES * vectors)
     phase = e.phase(e.mul(e.field(visits.visited, 0), blocks))
     step = e.field(e.layer, LAYER_FRAME[f"{name}_step"])
@@ -143,10 +163,7 @@ def visited_product(
         mine = operands._replace(weight=e.at(operands.weight, e.mul(number, step), BYTE))
         if operands.bias is not None:
             mine = mine._replace(bias=e.at(operands.bias, e.mul(number, how.padded)))
-        for rows in (ROWS_AT_ONCE, 1):
-            stop = _whole(e, start, end, rows)
-            _rows(e, how, mine, e.rem(unit, blocks), (start, stop, rows), vectors, finish)
-            start = stop
+        _rows(e, how, mine, e.rem(unit, blocks), (start, end), sizes, vectors, finish)
     return phase
 
 
@@ -157,21 +174,30 @@ def _operands(e: Job, how: Product, name: str, row_at: Callable[[Value], Value],
     return Operands(e.part(name), row_at, bias, terms)
 
 
-def _whole(e: Job, start: Value, end: Value, rows: int) -> Value:
-    """Return the end of the whole groups of ``rows`` rows between two rows."""
-    return e.add(start, e.mul(e.div(e.sub(end, start), rows), rows))
-
-
 def _rows(
-    e: Job, how: Product, operands: Operands, unit: Value, span: tuple[Value, Value, int], vectors: int, finish: Finish
-) -> None:
-    """Multiply the rows of ``span`` (first, end, rows at once) by a unit's outputs."""
-    with e.loop(*span) as first:
-        numbers = [e.add(first, place) for place in range(span[2])]
-        x = [operands.row(row) for row in numbers]
-        found = sums(e, how, operands.weight, unit, x, span[2], vectors)
-        for row, line in zip(numbers, found, strict=True):
-            _finish(e, how, operands, unit, row, line, finish)
+    e: Job, how: Product, operands: Operands, unit: Value, span: tuple[Value, Value], sizes: Sequence[int],
+    vectors: int, finish: Finish,
+) -> None:  # fmt: skip
+    """Multiply the rows of ``span`` (first, end) by a unit's outputs, in groups of ``sizes`` rows, largest first.
+
+    The sums of a group wait in memory for their last steps, which are written once for all its rows.
+    """
+    start, end = span
+    for rows in sizes:
+        stop = e.add(start, e.mul(e.div(e.sub(end, start), rows), rows))
+        with e.loop(start, stop, rows) as first:
+            x = [operands.row(e.add(first, place)) for place in range(rows)]
+            found = sums(e, how, operands.weight, unit, x, rows, vectors)
+            if rows == 1:
+                _finish(e, how, operands, unit, first, found[0], finish)
+                continue
+            room = e.room(rows * vectors * LANES)
+            for at, each in enumerate(chain(*found)):
+                e.store(each, room, at * LANES)
+            with e.loop(0, rows) as place:
+                line = [e.vector(room, e.add(e.mul(place, vectors * LANES), at * LANES)) for at in range(vectors)]
+                _finish(e, how, operands, unit, e.add(first, place), line, finish)
+        start = stop
 
 
 def _finish(

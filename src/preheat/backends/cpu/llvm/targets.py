@@ -26,6 +26,11 @@ class Target(NamedTuple):
         return 512 if self.has("avx512f") else 256 if self.has("avx") else 128
 
     @property
+    def registers(self) -> tuple[int, int]:
+        """Vector registers, and the bits of each."""
+        return 32 if self.arm or self.has("avx512f") else 16, self.bits
+
+    @property
     def arm(self) -> bool:
         return self.triple.startswith(("aarch64", "arm64"))
 
