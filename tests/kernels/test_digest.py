@@ -43,15 +43,15 @@ def test_the_kernel_agrees_with_the_host(vocab):
 
 
 def test_logits_of_16_bits_have_the_digests_of_their_fp32():
-    from preheat.backends.cuda.digest import digest_parts, parts_of
+    from preheat.backends.cuda.digest import add_digests
 
     for dtype in (torch.bfloat16, torch.float16):
         rows = rows_of(3, 9001).nan_to_num().to(dtype)
-        parts = torch.empty(3, parts_of(9001), dtype=torch.int64)
-        digest_parts(rows, parts)
-        assert parts.shape[1] == 3 and torch.equal(parts.sum(1), row_digests(rows.float()))
+        digests, spent = torch.zeros(3, dtype=torch.int64), torch.full((5000,), 7)
+        add_digests(rows, digests, spent)
+        assert torch.equal(digests, row_digests(rows.float())) and not spent.any()
         rows.view(torch.int16)[1, 9000] ^= 1  # control
-        assert not torch.equal(parts.sum(1), row_digests(rows.float()))
+        assert not torch.equal(digests, row_digests(rows.float()))
 
 
 def test_the_sampler_of_a_gpu_fetches_the_digests_of_a_step():
@@ -60,17 +60,18 @@ def test_the_sampler_of_a_gpu_fetches_the_digests_of_a_step():
     from preheat.ops.sampling import SamplingInput
     from tests.device_sampling import backend_of
 
-    logits, step = rows_of(3, 5001).nan_to_num(), SamplingInput(3, None, None, None)
+    logits = rows_of(3, 5001).nan_to_num()
     sampler = CudaSampler(4, 5001, backend_of("cpu"), 4)
-    for turn, digested in ((0, True), (1, False)):
-        sampler.describe(turn, step, np.arange(3))
-        sampler.sample(Level.GREEDY, logits)
+    sampler.compile(logits)
+    for turn, rows, digested in ((0, 3, True), (1, 3, False), (0, 1, True), (1, 3, True), (0, 3, True), (0, 2, True)):
+        sampler.describe(turn, SamplingInput(rows, None, None, None), np.arange(rows))
+        sampler.sample(Level.GREEDY, logits[:rows])
         if digested:
-            sampler.digest(turn, logits)
+            sampler.digest(turn, logits[:rows])
         sampler.fetch(turn, tokens=True, reports=False)
-        tokens, _ = sampler.read(turn, 3, np.empty(0, np.int64), np.empty(0, np.int32))
-        assert tokens.tolist() == logits.argmax(1).tolist()
-        assert not digested or sampler.digests(turn, 3).tolist() == row_digests(logits).tolist()
+        tokens, _ = sampler.read(turn, rows, np.empty(0, np.int64), np.empty(0, np.int32))
+        assert tokens.tolist() == logits[:rows].argmax(1).tolist()
+        assert not digested or sampler.digests(turn, rows).tolist() == row_digests(logits[:rows]).tolist()
 
 
 def test_one_bit_is_seen_everywhere():

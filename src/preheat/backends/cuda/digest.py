@@ -30,13 +30,14 @@ def _key(column):
 
 
 @triton.jit(do_not_specialize=["rows"])
-def _digest_parts(
-    logits, digests, stride, rows,
-    size: tl.constexpr, block: tl.constexpr, together: tl.constexpr, overlap: tl.constexpr,
+def _add_digests(
+    logits, digests, spent, stride, rows, size: tl.constexpr, block: tl.constexpr, together: tl.constexpr,
+    most: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Write ``digests[row, part]``: of a block of the ``size`` logits of a row, as fp32.
+    """Add to ``digests[row]`` the digest of a block of the ``size`` logits of a row, as fp32.
 
-    A program has one block of ``together`` rows, and asks for all of them before it adds up any.
+    A program has one block of ``together`` rows, and asks for all of them before it adds up any. One program sets the
+    ``most`` numbers of ``spent`` to zero.
     """
     begin(overlap)
     part, first = tl.program_id(0), tl.program_id(1).to(tl.int64) * together
@@ -44,27 +45,26 @@ def _digest_parts(
     place = row[:, None] * stride + column[None, :]
     logit = tl.load(logits + place, (row < rows)[:, None] & (column < size)[None, :], other=0.0).to(tl.float32)
     terms = logit.to(tl.uint32, bitcast=True).to(tl.uint64) * _key(column)[None, :]
-    digest = tl.sum(terms, 1).to(tl.int64, bitcast=True)
-    tl.store(digests + row * tl.num_programs(0) + part, digest, row < rows)
+    tl.atomic_add(digests + row, tl.sum(terms, 1).to(tl.int64, bitcast=True), row < rows, sem="relaxed")
+    if (part == 0) & (first == 0):
+        for start in range(0, most, block):
+            number = start + tl.arange(0, block)
+            tl.store(spent + number, tl.zeros((block,), tl.int64), number < most)
 
 
-def parts_of(vocab: int) -> int:
-    """Return the number of parts of a row of ``vocab`` logits."""
-    return -(-vocab // BLOCK)
+def add_digests(logits: Tensor, digests: Tensor, spent: Tensor) -> None:
+    """Add the digests of the rows of ``logits``, fp32 or what fp32 holds, to ``digests``, and set ``spent`` to zero.
 
-
-def digest_parts(logits: Tensor, digests: Tensor) -> None:
-    """Write the digests of the parts of each row of ``logits``, fp32 or what fp32 holds, as int64 [rows, parts].
-
-    Rows must be contiguous. The digest of a row is the sum of its parts, mod 2**64. Never waits for the device.
+    Rows must be contiguous. ``digests`` and ``spent`` are int64 of one length. Never waits for the device.
     """
     rows, vocab = logits.shape
     if rows:
         together = TOGETHER if rows >= MANY else 1
-        grid = parts_of(vocab), -(-rows // together)
-        _digest_parts[grid](
-            logits, digests, logits.stride(0), rows, vocab, BLOCK, together, **options(num_warps=WARPS[together])
-        )
+        grid = -(-vocab // BLOCK), -(-rows // together)
+        _add_digests[grid](
+            logits, digests, spent, logits.stride(0), rows, vocab, BLOCK, together, len(spent),
+            **options(num_warps=WARPS[together]),
+        )  # fmt: skip
 
 
 def digest_rows(logits: Tensor) -> Tensor:
@@ -73,6 +73,6 @@ def digest_rows(logits: Tensor) -> Tensor:
     Never waits for the device.
     """
     check_logits(logits)
-    parts = torch.empty(len(logits), parts_of(logits.shape[1]), dtype=torch.int64, device=logits.device)
-    digest_parts(logits, parts)
-    return parts.sum(1)
+    digests = torch.zeros(len(logits), dtype=torch.int64, device=logits.device)
+    add_digests(logits, digests, torch.empty_like(digests))
+    return digests

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
 
 import numpy as np
 import torch
@@ -17,7 +16,7 @@ from torch import Tensor
 from preheat.backends.base.backend import Backend
 from preheat.backends.base.device import HOST_COPIES
 from preheat.backends.base.sampling import SampledRows
-from preheat.backends.cuda.digest import MANY, digest_parts, parts_of
+from preheat.backends.cuda.digest import MANY, add_digests
 from preheat.backends.cuda.sample import FINITE, MAX_VOCAB, sampling
 from preheat.backends.cuda.sample_best import peaks, pick
 from preheat.backends.cuda.sample_draw import settle, weigh
@@ -131,7 +130,7 @@ class DeviceCounts:
 class Answer:
     """A step's answers on the host.
 
-    ``arrays`` holds tokens, report ids, report values, values of told tokens, and digests of the parts of rows.
+    ``arrays`` holds tokens, report ids, report values, values of told tokens, and digests of rows.
     """
 
     def __init__(self, answers: Sequence[Tensor], backend: Backend) -> None:
@@ -139,17 +138,14 @@ class Answer:
         self._to = [backend.host_copy(each) for each in answers]
         self.arrays = [each.numpy() for each in self._to]
         self._there = backend.event()
-        parts, kept = answers[-1], self._to[-1]
-        self._digests_of = cache(lambda rows: (parts[:rows], kept[:rows]))  # a view costs as much as a copy's start
 
-    def fetch(self, tokens: bool, reports: bool, told: bool, digested: int) -> None:
-        """Fetch the wanted arrays of all rows, and digests of ``digested`` rows; returns before they have arrived."""
+    def fetch(self, tokens: bool, reports: bool, told: bool, digests: Tensor | None) -> None:
+        """Fetch the wanted arrays of all rows, and ``digests`` if there are some; return before they have arrived."""
         for wanted, source, target in zip((tokens, reports, reports, told), self._from, self._to, strict=False):
             if wanted:
                 target.copy_(source, non_blocking=True)
-        if digested:
-            source, target = self._digests_of(digested)
-            target.copy_(source, non_blocking=True)
+        if digests is not None:
+            self._to[-1].copy_(digests, non_blocking=True)
         self._there.record()
 
     def wait(self) -> None:
@@ -215,8 +211,9 @@ class CudaSampler:
         self._arrays = [host.numpy() for host in self._host]
         self._packed: list[tuple[SamplingInput | None, int]] = [(None, 0)] * HOST_COPIES  # step and words of each copy
         self._described: SamplingInput | None = None  # the content of ``settings``
-        self._parts, self._digested = zeros(max_rows, parts_of(vocab_size), dtype=torch.int64), 0
-        answers = self.tokens, self.report_ids, self.report_values, self._told_values, self._parts
+        self._digests = [*zeros(2, max_rows, dtype=torch.int64)]  # of this step, and zeros for the next one with some
+        self._digested = False
+        answers = self.tokens, self.report_ids, self.report_values, self._told_values, self._digests[0]
         self._answers = [Answer(answers, backend) for _ in range(HOST_COPIES)]
 
     def forget(self) -> None:
@@ -266,16 +263,17 @@ class CudaSampler:
             self._launch_told(self.settings, logits)
 
     def digest(self, turn: int, logits: Tensor) -> None:
-        self._digested = len(logits)
-        digest_parts(logits, self._parts)
+        self._digests.reverse()
+        self._digested = True
+        add_digests(logits, *self._digests)
 
     def digests(self, turn: int, rows: int) -> np.ndarray:
-        found: np.ndarray = self._answers[turn].arrays[-1][:rows].sum(1)
-        return found
+        return self._answers[turn].arrays[-1][:rows].copy()
 
     def fetch(self, turn: int, *, tokens: bool, reports: bool) -> None:
-        digested, self._digested = self._digested, 0
-        self._answers[turn].fetch(tokens, reports, bool(reports and self._told[turn]), digested)
+        digests = self._digests[0] if self._digested else None
+        self._digested = False
+        self._answers[turn].fetch(tokens, reports, bool(reports and self._told[turn]), digests)
 
     def read(self, turn: int, rows: int, reporting: np.ndarray, alternatives: np.ndarray) -> SampledRows:
         answer = self._answers[turn]
@@ -304,7 +302,9 @@ class CudaSampler:
         self._launch_logprobs(self.settings, logits[:1], self.tokens)
         self._launch_told(self.settings, logits[:1])
         for rows in (1, MANY):
-            digest_parts(logits[:rows], self._parts)
+            self._digests.reverse()
+            add_digests(logits[:rows], *self._digests)
+        self._digests[0].zero_()
         self.counts.launch(self.settings, 1)
 
     def sample(self, level: Level, logits: Tensor) -> None:
