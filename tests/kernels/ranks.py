@@ -1,9 +1,14 @@
-"""Ranks that are slices of one layer. They run in turns: each one runs until an exchange, and then the next one."""
+"""Ranks that are slices of one layer. They run in turns: each one runs until an exchange, and then the next one.
+
+On a GPU all ranks launch on the stream of the thread that asks for them: a new thread has the default stream, which
+does not wait for tensors that are written on another one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import nullcontext
 from threading import Condition
 
 import torch
@@ -19,12 +24,14 @@ class Turns:
         self.said = [list[Tensor]() for _ in range(world)]
         self.errors: list[BaseException] = []
         self._running, self._turn, self._passed = list(range(world)), 0, Condition()
+        self._stream = torch.cuda.current_stream() if torch.cuda.is_available() else None
 
     def run(self, rank: int, layer: Callable[[], Tensor]) -> Tensor:
         """Return the result of ``layer`` on ``rank``."""
         try:
             self._wait(rank)
-            return layer()
+            with nullcontext() if self._stream is None else torch.cuda.stream(self._stream):
+                return layer()
         except BaseException as error:
             self.errors.append(error)
             raise
