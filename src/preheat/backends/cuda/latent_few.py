@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -40,6 +41,11 @@ class FewConfig:
     value_warps: int = 4
     stages: int = 3
     programs: int = 4
+
+
+def few_config(dtype: torch.dtype) -> FewConfig:
+    """Return the layout for entries of ``dtype``: 32 keys of 576 numbers of float32 exceed a card of 99 KB."""
+    return FewConfig(keys=16) if dtype == torch.float32 else FewConfig()
 
 
 @triton.jit
@@ -158,7 +164,7 @@ def few_rows_attention(
     """
     heads, entry, block = q.shape[1], q.shape[2], cache.shape[3]
     work, rank, table, split = pieces.work, latents.rank, places.table, latents.split
-    config = config or FewConfig()
+    config = config or few_config(q.dtype)
     chunks, most = triton.cdiv(heads, config.rows), config.programs * processors(q.device)
     keys, numbers = min(config.keys, split), min(config.numbers, max(triton.next_power_of_2(rank), 16))
     slices = triton.cdiv(rank, numbers)
