@@ -68,6 +68,8 @@ SCHEMES: dict[str, Scheme | None] = {
     "int4 zeros": Scheme(code="int4", scales="group", group=32, zeros=True),
     "int4 indexed": Scheme(code="int4", scales="group", group=128, zeros=True, indexed=True),
     "int8": Scheme(code="int8", scales="channel"),
+    "mxfp4": Scheme(code="fp4", scales="group", group=32),
+    "nvfp4": Scheme(code="fp4", scales="group", group=16),
 }
 
 
