@@ -1,4 +1,4 @@
-"""Maps of :mod:`preheat.backends.cuda.matmul.gemm`: which tile a program has, and which rows meet which matrix.
+"""Maps of :mod:`preheat.backends.cuda.matmul.gemm`: the tile of a program, and the rows that meet a matrix.
 
 A map pairs rows with matrices: all rows with one, or the rows of an expert with its own. It returns the number of the
 matrix, the tile's first output, the first row of all, the tile's first row behind it, how many rows there are, and the
