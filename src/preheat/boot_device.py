@@ -9,8 +9,8 @@ from preheat.backends.base.backend import Backend
 from preheat.backends.base.facts import Facts, Mode
 from preheat.boot_values import Device
 from preheat.errors import SettingsError
-from preheat.execution.drafting import draft_settings
 from preheat.limits import check_ends
+from preheat.model.drafts import draft_settings
 from preheat.model.eagle import is_head
 from preheat.model.files import find_model
 from preheat.model.loader import obstacle

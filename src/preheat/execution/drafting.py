@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from preheat.backends.base.backend import Backend
 from preheat.errors import SettingsError
 from preheat.execution.draft_model import DraftModel
+from preheat.model.drafts import draft_settings
 from preheat.model.eagle import is_head, load_head
 from preheat.model.loader import LoadedModel, load_model
 from preheat.model.mtp import load_mtp
@@ -19,23 +18,7 @@ from preheat.schedule.ngram import NgramProposer
 from preheat.schedule.proposer import Proposer
 from preheat.schedule.suffix import SuffixProposer
 from preheat.settings import Settings
-from preheat.utils.speculation import WITHOUT, Speculation
-
-
-def draft_settings(settings: Settings) -> Settings | None:
-    """Return the settings of the draft's own checkpoint; None if nothing drafts with one."""
-    if settings.speculation is None or settings.speculation.model is None:
-        return None
-    return replace(
-        settings,
-        model=settings.speculation.model,
-        revision=None,
-        tokenizer=None,
-        hf_overrides=None,
-        enable_lora=False,
-        lora_modules=(),
-        **WITHOUT,
-    )
+from preheat.utils.speculation import Speculation
 
 
 def load_draft(settings: Settings, backend: Backend, target: LoadedModel) -> LoadedModel | None:

@@ -1,0 +1,24 @@
+"""The checkpoint of a model that drafts for another one."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from preheat.settings import Settings
+from preheat.utils.speculation import WITHOUT
+
+
+def draft_settings(settings: Settings) -> Settings | None:
+    """Return the settings of the draft's own checkpoint; None if nothing drafts with one."""
+    if settings.speculation is None or settings.speculation.model is None:
+        return None
+    return replace(
+        settings,
+        model=settings.speculation.model,
+        revision=None,
+        tokenizer=None,
+        hf_overrides=None,
+        enable_lora=False,
+        lora_modules=(),
+        **WITHOUT,
+    )
