@@ -259,9 +259,7 @@ def _powers_experts(mean: float, hopper: bool) -> ExpertsConfig:
     """
     if mean == 0:
         return ExpertsConfig(1, Tile(32, 8, 128, 2, 4), Tile(32, 8, 128, 2, 4))
-    if mean <= 4:
-        return ExpertsConfig(8, Tile(32, 8, 128, 2, 3), Tile(64, 8, 128, 2, 4))
-    if mean <= 12:
+    if mean <= 12:  # blocks of 8 are faster up to 4, but adapters' terms need blocks of 16
         return ExpertsConfig(16, Tile(64, 16, 128, 4, 3), Tile(128, 16, 128, 4, 4))
     if mean <= 24:
         return ExpertsConfig(32, Tile(64, 32, 128, 4, 3), Tile(128, 32, 128, 4, 4))
