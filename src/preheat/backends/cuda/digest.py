@@ -29,10 +29,10 @@ def _key(column):
     return (mixed ^ (mixed >> 31)) | 1
 
 
-@triton.jit(do_not_specialize=["rows"])
+@triton.jit(do_not_specialize=["rows", "most"])
 def _add_digests(
-    logits, digests, spent, stride, rows, size: tl.constexpr, block: tl.constexpr, together: tl.constexpr,
-    most: tl.constexpr, overlap: tl.constexpr,
+    logits, digests, spent, stride, rows, most, size: tl.constexpr, block: tl.constexpr, together: tl.constexpr,
+    overlap: tl.constexpr,
 ):  # fmt: skip
     """Add to ``digests[row]`` the digest of a block of the ``size`` logits of a row, as fp32.
 
@@ -62,7 +62,7 @@ def add_digests(logits: Tensor, digests: Tensor, spent: Tensor) -> None:
         together = TOGETHER if rows >= MANY else 1
         grid = -(-vocab // BLOCK), -(-rows // together)
         _add_digests[grid](
-            logits, digests, spent, logits.stride(0), rows, vocab, BLOCK, together, len(spent),
+            logits, digests, spent, logits.stride(0), rows, len(spent), vocab, BLOCK, together,
             **options(num_warps=WARPS[together]),
         )  # fmt: skip
 

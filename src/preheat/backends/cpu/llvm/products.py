@@ -128,8 +128,8 @@ def product(e: Job, how: Product, name: str, x: Value, finish: Finish, make: Onc
         wait(e, [shrink(e, how, operands.terms, e.rows, row_at, make)])
     sizes = sorted(tiles(how), reverse=True)
     few, phases = e.less(e.rows, sizes[0]), []
-    for holds, mine in ((e.b.not_(few), sizes), (few, sizes[1:])):
-        vectors = widest(how, mine[0] if mine is sizes else 1)
+    for holds, mine, rows in ((e.b.not_(few), sizes, sizes[0]), (few, sizes[1:], 1)):
+        vectors = widest(how, rows)
         phases.append(phase := e.phase(e.choose(holds, how.padded // (LANES * vectors), 0)))
         with e.units(*phase) as unit:
             if make is not None:

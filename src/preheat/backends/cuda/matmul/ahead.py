@@ -12,7 +12,7 @@ import triton.language as tl
 from preheat.backends.cuda.launch import overlap
 from preheat.backends.cuda.matmul.config import Tile
 from preheat.backends.cuda.matmul.products import plain
-from preheat.backends.cuda.matmul.weights import Weight
+from preheat.backends.cuda.matmul.weights import STEP, Weight
 
 LINE: tl.constexpr = tl.constexpr(128)
 """Bytes of a line of the cache."""
@@ -55,7 +55,7 @@ def ask(PRODUCT: tl.constexpr, w, group, out, inputs, height, BYTES: tl.constexp
         first = w + (tl.cast(group, tl.int64) * height + out.to(tl.int64)) * inputs
         at = first[:, None] + tl.minimum(tl.arange(0, BYTES // LINE) * (LINE // SIZE), inputs - 1)[None, :]
     else:
-        STEP_BYTES: tl.constexpr = 64
+        STEP_BYTES: tl.constexpr = STEP // 2
         step = tl.minimum(tl.arange(0, BYTES // STEP_BYTES), w.row_bytes // STEP_BYTES - 1)
         first = w.codes + tl.cast(group, tl.int64) * height * w.row_bytes
         at = first + (step.to(tl.int64)[None, :] * height + out[:, None]) * STEP_BYTES
