@@ -105,12 +105,19 @@ def test_a_full_pod_declines_and_one_with_another_contract_is_refused_by_name(po
         assert "template: " in log.read_text()
 
         async def scenario() -> list[bytes]:
-            return await asyncio.gather(*(ask(front.port, body, None, **KEY) for body in bodies() * 3))
+            # A stopped engine takes no request, so those that the front gives it wait until no more may wait.
+            os.kill(full.engine_pids[0], signal.SIGSTOP)
+            running = [asyncio.create_task(ask(front.port, body, None, **KEY)) for body in bodies() * 3]
+            declined = await asyncio.to_thread(
+                until, lambda: front.metric("request_moves_total", reason="overloaded") > 0
+            )
+            os.kill(full.engine_pids[0], signal.SIGCONT)
+            assert declined
+            return await asyncio.gather(*running)
 
         answers = asyncio.run(asyncio.wait_for(scenario(), 120))
         for start in range(0, len(answers), len(bodies())):
             assert_whole(answers[start : start + len(bodies())])
-        assert front.metric("request_moves_total", reason="overloaded") > 0
         assert front.get("/ready").json["engines"] == 2
 
 
