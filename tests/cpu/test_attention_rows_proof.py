@@ -105,3 +105,22 @@ def test_a_kernel_that_depends_on_a_rows_position_is_refused(monkeypatch: pytest
     monkeypatch.setattr(paged_attention, "kernel", last_rows_otherwise)
     assert paged_attention._reference(DIM, torch.float32, 1) <= 24
     assert paged_attention._proven_rows(40, DIM, torch.float32, 1) == 0
+
+
+@pytest.mark.usefixtures("_unproven")
+def test_a_kernel_that_packs_the_keys_of_four_heads_in_another_order_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """torch packs keys from four heads on, for many rows, on processors with AMX."""
+    right = paged_attention.kernel
+
+    def packed_otherwise(query: torch.Tensor, *args: object, **options: object) -> tuple[torch.Tensor, torch.Tensor]:
+        part, lse = right(query, *args, **options)
+        if query.shape[1] >= 4 and query.shape[2] >= 24:
+            part += 1e-3
+        return part, lse
+
+    monkeypatch.setattr(paged_attention, "kernel", packed_otherwise)
+    assert 0 < paged_attention._reference(DIM, torch.float32, 1) < 24
+    assert 0 < paged_attention._proven_rows(7, DIM, torch.float32, 1) < 24
+    assert paged_attention._proven_rows(24, DIM, torch.float32, 1) == 0

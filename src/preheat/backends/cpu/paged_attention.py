@@ -275,15 +275,16 @@ def _agrees(size: int, reference: int, head_dim: int, dtype: torch.dtype, thread
     """Return whether ``size`` rows add in the reference's order in both products.
 
     The rows stand at other places than in the reference. The check covers every number of keys read, masked or not, for
-    one pair and, if threads share the pairs, for several.
+    one pair and, if threads share the pairs, for several. From four key heads on the kernel may pack keys and values
+    first. It packs for few pairs wherever it packs for many, so one pair with four heads is checked too.
     """
     order = torch.randperm(reference, generator=torch.Generator().manual_seed(size))
     order = order.repeat(-(-size // reference))[:size]
     for keys in SPANS:
         for products, expected in _expected(keys, reference, head_dim, dtype, threads):
             for span in (span for span in SPANS if span >= keys):
-                for pairs in (1,) if threads == 1 else (1, 3):
-                    found = _attend(products._replace(query=products.query[:, :, order]), keys, span, pairs)
+                for pairs, heads in ((1, 1), (1, 4)) if threads == 1 else ((1, 1), (1, 4), (3, 1)):
+                    found = _attend(products._replace(query=products.query[:, :, order]), keys, span, pairs, heads)
                     if not bool((found == expected[:, :, order]).all()):
                         return False
     return True
@@ -315,16 +316,16 @@ def _expected(
     for tensors, scale in ((scores, 1e6), ((query, key, value), head_dim**-0.5)):
         q, k, v = (x.to(dtype) for x in tensors)
         products = _Products(q, k, v, scale)
-        found.append((products, _attend(products, keys, SPLIT, 1)))
+        found.append((products, _attend(products, keys, SPLIT, 1, 1)))
     return found
 
 
-def _attend(products: _Products, keys: int, span: int, pairs: int) -> Tensor:
-    """Run a call that reads ``span`` keys and sees ``keys`` of them.
+def _attend(products: _Products, keys: int, span: int, pairs: int, heads: int) -> Tensor:
+    """Run a call of ``heads`` equal key heads that reads ``span`` keys and sees ``keys`` of them.
 
-    Returns [pairs, 1, rows, dim].
+    Returns [pairs, heads, rows, dim].
     """
-    query, key, value = (x.expand(pairs, -1, -1, -1).contiguous() for x in products[:3])
+    query, key, value = (x.expand(pairs, heads, -1, -1).contiguous() for x in products[:3])
     key, value = key[:, :, :span].contiguous(), value[:, :, :span].contiguous()
     mask = None
     if keys < span:
