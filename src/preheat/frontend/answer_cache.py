@@ -19,7 +19,7 @@ import msgspec
 
 from preheat.core import Delta, Finish, Request, TokenLogprobs
 from preheat.frontend.answer_folder import AnswerFolder
-from preheat.frontend.receipt import packed
+from preheat.frontend.receipt import packed, unpacked
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.metrics import AnswerCacheFigures
 from preheat.utils.contract import Contract
@@ -111,7 +111,7 @@ class AnswerCache:
             return
         # Without an end of the engine's a stop string has ended the text, and ends it again at the same token.
         end = pending.end or Finish("length")
-        digests = [] if choice.proof is None else choice.proof.digests.tolist()
+        digests = [] if choice.proof is None else [*unpacked(choice.proof.digests_of(choice.token_ids))]
         entry = _encode(Kept(choice.token_ids, choice.logprobs, end, digests))
         if pending.expected is not None and pending.expected != entry:
             self.figures.different += 1

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from preheat.core import Cancel, Delta, Finish, ToEngine
 from preheat.errors import PreheatError
 from preheat.frontend import request_log
-from preheat.frontend.receipt import unpacked
+from preheat.frontend.receipt import Proof, StepDigests
 from preheat.frontend.repetition import REPEATED
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.frontend.tracing import RequestTraces
@@ -33,6 +33,7 @@ class OutputProcessor:
     ) -> None:
         self.choices: dict[int, Choice] = {}
         self.metrics = metrics
+        self._digests = StepDigests(self._proof_of)
         self._send, self._log, self._traces, self._ended = send, log, traces, ended
 
     def add(self, state: RequestState) -> None:
@@ -70,7 +71,8 @@ class OutputProcessor:
             self._process_started(delta, now)
         if delta.prompt_logprobs:
             self._process_prompts(delta)
-        digests = unpacked(delta.digests) if delta.digests else None
+        if delta.digests:
+            self._digests.add(delta.ids, delta.digests)
         for place, (id, token) in enumerate(zip(delta.ids, delta.tokens, strict=True)):
             choice = choices.get(id)
             if choice is None:  # ended here, and the engine does not know yet
@@ -83,8 +85,6 @@ class OutputProcessor:
                 choice.state.first_token_at = choice.state.first_token_at or now
                 times.first = now
             times.last = now
-            if digests is not None and choice.proof is not None:
-                choice.proof.digests.append(digests[place])
             end = ends.get(id) if ends else None
             hidden = end is not None and end.stop_id == token and not choice.state.params.include_stop_str_in_output
             if choice.push(token, logprobs.get(place) if logprobs else None, hidden):
@@ -105,6 +105,10 @@ class OutputProcessor:
                 self._process_finish(choice, end)
         if delta.stats is not None:
             self.metrics.update(delta.stats)
+
+    def _proof_of(self, id: int) -> Proof | None:
+        choice = self.choices.get(id)
+        return None if choice is None else choice.proof
 
     def _cancel(self, state: RequestState, reason: str) -> None:
         for choice in state.choices:
@@ -143,6 +147,8 @@ class OutputProcessor:
 
     def _end(self, choice: Choice, reason: str, stop_reason: int | str | None = None) -> None:
         state = choice.state
+        if choice.proof is not None:
+            self._digests.give()
         del self.choices[choice.id]
         choice.finish(reason, stop_reason)
         self._ended(choice)

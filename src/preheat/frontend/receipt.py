@@ -14,16 +14,19 @@ from __future__ import annotations
 import base64
 import hashlib
 import struct
-from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 import msgspec
+import numpy as np
 
 from preheat.core import Request
 from preheat.utils.contract import Contract, digest_of
 
 CHAIN_BYTES = 16
+TOGETHER = 64
+"""Steps whose digests are given to proofs together: more would make one of the steps long."""
+
 _LINK = struct.Struct("<iq")
 
 
@@ -79,8 +82,9 @@ def unpacked(data: bytes) -> tuple[int, ...]:
 
 
 class Proof:
-    """What becomes a receipt: the ``request``, its ``contract``, and the ``digests`` so far, 8 bytes a token.
+    """What becomes a receipt: the ``request``, its ``contract``, and the ``digests`` as :func:`packed`.
 
+    The digests may lack the latest steps' before the end, and have some behind the answer's last token after it.
     :meth:`end` adds the rest. The chain is a hash a token, so nobody computes it before a reader asks for the receipt.
     """
 
@@ -88,7 +92,7 @@ class Proof:
 
     def __init__(self, request: Request, contract: Contract) -> None:
         self.request, self.contract, self.adapter = request, contract, ""
-        self.digests = array("q")
+        self.digests = bytearray()
         self._finish_reason, self._mixed = "", False
         self._tokens: list[int] = []
         self._receipt: Receipt | None = None
@@ -97,20 +101,61 @@ class Proof:
         """Note the end of the answer; nobody changes its ``tokens`` from now on."""
         self._tokens, self._finish_reason, self._mixed = tokens, finish_reason, mixed
 
+    def digests_of(self, tokens: list[int]) -> bytes:
+        """Return the digests behind all ``tokens`` of an answer that has ended, 8 bytes each."""
+        return bytes(self.digests[: 8 * len(tokens)])
+
     @property
     def receipt(self) -> Receipt | None:
         """The receipt, made once; None before the end."""
         if self._receipt is None and self._finish_reason:
-            digests = self.digests[: len(self._tokens)]
+            digests = self.digests_of(self._tokens)
             self._receipt = Receipt(
                 contract=self.contract,
                 request=self.request,
                 adapter=self.adapter,
                 tokens=[*self._tokens],
                 finish_reason=self._finish_reason,
-                digests=base64.b64encode(packed(digests)).decode(),
-                chain=chain_of(self._tokens, digests),
+                digests=base64.b64encode(digests).decode(),
+                chain=chain_of(self._tokens, unpacked(digests)),
                 asked=asked_digest(self.contract, self.request, self.adapter),
                 mixed=self._mixed,
             )
         return self._receipt
+
+
+class StepDigests:
+    """Digests of steps that gave a token to each of the same sequences, until the proofs of these get them.
+
+    ``proof_of`` returns the proof of a sequence, None if it wants no receipt or has ended. A step
+    costs the same for any number of sequences, and one step in :data:`TOGETHER` pays for each of them. A proof of a
+    sequence that ends within a step gets the digests of all tokens of the step.
+    """
+
+    def __init__(self, proof_of: Callable[[int], Proof | None]) -> None:
+        self._proof_of = proof_of
+        self._ids: list[int] = []
+        self._steps: list[bytes] = []
+        self._most = 0
+
+    def add(self, ids: list[int], digests: bytes) -> None:
+        """Take the ``digests`` of a step's tokens, of the sequences ``ids``."""
+        if ids != self._ids or len(self._steps) == self._most:
+            self.give()
+            self._ids = ids
+            self._most = TOGETHER if len(set(ids)) == len(ids) else 1  # a column is one sequence's in its order
+        self._steps.append(digests)
+
+    def give(self) -> None:
+        """Give the proofs all digests that they lack."""
+        if self._steps:
+            self._give()
+
+    def _give(self) -> None:
+        width = 8 * len(self._steps)
+        by_step = np.frombuffer(b"".join(self._steps), np.int64).reshape(len(self._steps), len(self._ids))
+        columns = by_step.T.tobytes()
+        self._steps.clear()
+        for place, id in enumerate(self._ids):
+            if (proof := self._proof_of(id)) is not None:
+                proof.digests += columns[place * width : (place + 1) * width]
