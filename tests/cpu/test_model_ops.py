@@ -5,6 +5,7 @@ A row has the same bits in any place, at 1 and 2 threads.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -21,6 +22,7 @@ from preheat.ops.activation import ACTIVATIONS, clip, silu_and_mul
 from preheat.ops.embedding import embed
 from preheat.ops.moe import add_shared
 from preheat.ops.norm import RMSNorm, make_norm
+from preheat.ops.proof import noise, signed_pairs
 from preheat.ops.rotary import apply_rope_
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -299,3 +301,15 @@ def test_unproven_parts_of_a_linear_layer_are_found(monkeypatch):
         pytest.skip("on this processor a row alone has the bits of many")
     monkeypatch.setattr(linear, "proven_size", lambda *_: 1)
     assert not torch.equal(apply(x), expected)
+
+
+@pytest.mark.parametrize("columns", [2, 3, 8, 9, 205])
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_inputs_of_a_proof_show_the_place_of_the_last_column(columns, sign):
+    """Their product is exactly zero, but a sum in which the last column comes first is another one."""
+    rows, weight = (signed_pairs(noise(64, columns, seed=seed), side) for seed, side in ((1, sign), (2, -sign)))
+    rows, weight = (each.bfloat16().float() for each in (rows, weight))
+    assert rows.all() and weight.all() and not (rows.double() @ weight.double().T).any()
+    terms = (rows[:, None] * weight).unbind(-1)
+    if columns > 3:
+        assert not torch.equal(functools.reduce(torch.add, terms), functools.reduce(torch.add, terms[-1:] + terms[:-1]))

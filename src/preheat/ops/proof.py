@@ -13,13 +13,19 @@ from torch import Tensor
 def signed_pairs(x: Tensor, sign: float) -> Tensor:
     """Make the columns of ``x`` [..., n] opposite or equal pairs, in place.
 
-    A pair is a number and ``sign`` times the same number. The columns of a pair are far apart. A product of rows with
-    sign 1 and rows with sign -1 is exactly zero.
+    A pair is a number and ``sign`` times the same number. The columns of a pair are far apart. The last one of an odd
+    number of columns has the first number of a pair again; with sign -1 the second number of this pair is doubled. A
+    product of rows with sign 1 and rows with sign -1 is exactly zero, and no column but an only one is zero.
     """
     half = x.shape[-1] // 2
     order = torch.randperm(half * 2, generator=torch.Generator().manual_seed(1))
     x[..., order[half:]] = x[..., order[:half]] * sign
-    x[..., half * 2 :] = 0
+    if x.shape[-1] == 1:
+        x.zero_()
+    elif x.shape[-1] % 2:
+        x[..., -1] = x[..., order[0]]
+        if sign < 0:
+            x[..., order[half]] *= 2
     return x
 
 
