@@ -73,21 +73,27 @@ def left_in_groups(groups: str, mount: Path) -> list[int]:
         controller = "memory" if "memory" in controllers.split(",") else controllers
         if controller not in MEMORY_FILES:
             continue
-        group = mount / controller / path.lstrip("/")
-        found += [
-            _left(each, *MEMORY_FILES[controller]) for each in (group, *group.parents) if mount in (each, *each.parents)
-        ]
+        group = str(mount / controller / path.lstrip("/"))
+        while len(group) >= len(str(mount)):
+            found.append(_left(group, *MEMORY_FILES[controller]))
+            group = os.path.dirname(group)
     return [left for left in found if left is not None]
 
 
-def _left(group: Path, limit: str, used: str, cached: str) -> int | None:
+def _left(group: str, limit: str, used: str, cached: str) -> int | None:
     """Return the bytes that ``group`` has left; None without a limit."""
     try:
-        most, now = int((group / limit).read_text()), int((group / used).read_text())
-        lines = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        most, now = int(_read(f"{group}/{limit}")), int(_read(f"{group}/{used}"))
+        count = re.search(rf"^{cached} (\d+)$", _read(f"{group}/memory.stat"), re.MULTILINE)
     except (OSError, ValueError):  # no such group, or "max"
         return None
-    return max(most - now + int(lines.get(cached, 0)), 0)
+    return max(most - now + (int(count[1]) if count else 0), 0)
+
+
+def _read(path: str) -> str:
+    """Return a small file of the kernel."""
+    with open(path, "rb", 0) as file:
+        return file.read().decode()
 
 
 def total_memory() -> int:

@@ -89,14 +89,16 @@ class Steps:
 
         Or log that ``held`` bytes of the device were used and given back.
         """
-        now, total = self._device.used_memory(), memory.total_memory()
-        capacity, host_used = now + self._device.free_memory(), total - memory.free_memory()
-        taken, host_taken = now - device, memory.used_memory() - host
-        on_host = self._device.facts.on_host
-        if held is not None:
-            taken = held
-            if on_host:
-                host_taken, host_used = held, host_used + held
-        on_device = None if on_host else (taken, device + taken, capacity)
+        if not logger.isEnabledFor(level):  # a measurement of free memory reads many files of the kernel
+            return
+        total, on_host = memory.total_memory(), self._device.facts.on_host
+        host_taken, host_used = memory.used_memory() - host, total - memory.free_memory()
+        if held is not None and on_host:
+            host_taken, host_used = held, host_used + held
+        on_device = None
+        if not on_host:
+            now = self._device.used_memory()
+            taken = now - device if held is None else held
+            on_device = taken, device + taken, now + self._device.free_memory()
         line = lines.memory_step(name, on_device, (host_taken, host_used, total), in_total=in_total)
         logger.log(level, "%s", line)
