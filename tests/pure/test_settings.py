@@ -68,6 +68,8 @@ def as_text(value):
 def test_defaults_are_valid_and_frozen():
     settings = Settings.load(env={})
     assert settings == Settings()
+    for name, opt in OPTIONS.items():
+        opt.check(opt.default, name)  # settings check other values alone
     with pytest.raises(dataclasses.FrozenInstanceError):
         settings.port = 1
 

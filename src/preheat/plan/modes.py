@@ -95,7 +95,9 @@ def with_defaults(settings: Settings, facts: Facts) -> Settings:
     if (transfer := kv_transfer(settings)) is not None:
         usual["kv_offloading_size"] = transfer.gib or TRANSFER_GIB
     more: dict[str, Any] = {name: value for name, value in usual.items() if getattr(settings, name) is None}
-    return replace(settings, max_num_seqs=sequences, max_num_batched_tokens=tokens, **more)
+    more |= {"max_num_seqs": sequences, "max_num_batched_tokens": tokens}
+    changed = {name: value for name, value in more.items() if getattr(settings, name) != value}
+    return replace(settings, **changed) if changed else settings  # a replacement checks all options again
 
 
 def step_limits(settings: Settings, facts: Facts) -> tuple[int, int]:

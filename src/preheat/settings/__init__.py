@@ -72,7 +72,8 @@ class Settings(  # a dataclass has the fields of its last base first
 
     def __post_init__(self) -> None:
         for opt in OPTIONS.values():
-            opt.check(getattr(self, opt.name), opt.name)
+            if (value := getattr(self, opt.name)) is not opt.default:  # a test checks the defaults
+                opt.check(value, opt.name)
         _check_mm_limits(self.limit_mm_per_prompt)
         if self.tensor_parallel_size not in (1, 2, 4, 8):
             raise SettingsError(

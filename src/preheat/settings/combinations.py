@@ -9,6 +9,7 @@ from this module.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
@@ -138,6 +139,12 @@ class Refused(NamedTuple):
 
 
 Row = Works | Refused
+
+
+@cache
+def _sides(row: Row) -> tuple[frozenset[str], frozenset[str]]:
+    """Return the traits of each side of ``row``."""
+    return frozenset(row.left.split()), frozenset(row.right.split())
 
 
 def pairs(row: Row) -> Iterator[tuple[str, str]]:
@@ -523,7 +530,7 @@ def check(on: Collection[str], lacking: Mapping[str, Lacks] = MappingProxyType({
     ``lacking`` has the missing traits by place, such as a backend.
     """
     for row in ROWS:
-        if isinstance(row, Refused):
+        if isinstance(row, Refused) and not any(side.isdisjoint(on) for side in _sides(row)):
             for pair in pairs(row):
                 _refuse(on, pair, f"do not work together{' yet' * row.yet}: {row.reason}")
     for where, lacks in lacking.items():

@@ -41,8 +41,7 @@ def resolved(path: str | Path, below: str | Path | None = None) -> Path:
     nothing about other folders.
     """
     try:
-        found = Path(os.path.realpath(path))
-        if below is not None and not found.is_relative_to(os.path.realpath(below)):
+        if below is not None and not Path(os.path.realpath(path)).is_relative_to(os.path.realpath(below)):
             raise OSError(errno.EACCES, "it is outside the folder from which files may be read", shown(path))
         return Path(os.path.realpath(path, strict=True))
     except ValueError as error:
