@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
 from functools import cache
 from typing import Any, TypeVar, cast
@@ -41,23 +41,37 @@ Leaf = (
 
 def leaves(node: object, path: str = "") -> Iterator[tuple[str, Leaf]]:
     """Yield every leaf below ``node`` with its path, in field order."""
-    if isinstance(node, Leaf):
-        yield path, node
-        return
-    children: Iterable[tuple[object, Any]] = ()
-    if isinstance(node, tuple):
-        children = enumerate(node)
-    elif names := _field_names(cast(Any, type(node))):
+    found: list[tuple[str, Leaf]] = []
+    _collect(node, path, found)
+    return iter(found)
+
+
+def _collect(node: Any, path: str, found: list[tuple[str, Leaf]]) -> None:
+    """Append every leaf below ``node`` to ``found``."""
+    form = _form(node.__class__)
+    if form is Leaf:
+        found.append((path, node))
+    elif form is tuple:
+        for number, child in enumerate(node):
+            _collect(child, f"{path}.{number}" if path else str(number), found)
+    elif form:
         absent = getattr(node, "elsewhere", ())
-        children = ((name, getattr(node, name)) for name in names if name not in absent)
-    for name, child in children:
-        if isinstance(child, tuple) or _field_names(cast(Any, type(child))):  # most fields are numbers and words
-            yield from leaves(child, _below(path, name))
+        for name in form:
+            child = getattr(node, name)
+            if _form(child.__class__) and name not in absent:  # most fields are numbers and words
+                _collect(child, f"{path}.{name}" if path else name, found)
 
 
 @cache
-def _field_names(kind: Any) -> tuple[str, ...]:
-    """Return the names of a dataclass's fields, none of another type."""
+def _form(kind: Any) -> Any:
+    """Return how a node of a type is walked: ``Leaf``, ``tuple``, or the names of a dataclass's fields.
+
+    It is empty for a type without nodes.
+    """
+    if issubclass(kind, Leaf):
+        return Leaf
+    if issubclass(kind, tuple):
+        return tuple
     return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else ()
 
 
@@ -67,13 +81,16 @@ def with_leaves(node: N, change: Callable[[str, Leaf], Leaf], path: str = "") ->
     Paths are as in :func:`leaves`.
     """
     found: Any = node
-    if isinstance(node, Leaf):
-        found = change(path, node)
-    elif isinstance(node, tuple):
-        found = tuple(with_leaves(child, change, _below(path, at)) for at, child in enumerate(node))
-    elif is_dataclass(node):
-        children = {field.name: getattr(node, field.name) for field in fields(node)}
-        found = replace(found, **{at: with_leaves(child, change, _below(path, at)) for at, child in children.items()})
+    form = _form(cast(Any, type(node)))
+    if form is Leaf:
+        found = change(path, found)
+    elif form is tuple:
+        found = tuple(with_leaves(child, change, _below(path, at)) for at, child in enumerate(found))
+    elif form:
+        children = {at: getattr(node, at) for at in form}
+        changed = {at: with_leaves(child, change, _below(path, at)) for at, child in children.items()}
+        changed = {at: child for at, child in changed.items() if child is not children[at]}
+        found = replace(found, **changed) if changed else found
     return cast(N, found)
 
 

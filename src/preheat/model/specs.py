@@ -10,6 +10,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Literal, TypeVar
 
 from preheat.cache_groups import Entry
@@ -253,7 +254,7 @@ class ModelSpec:
         """Attention of the layers that have keys and values."""
         return tuple(each.attention for each in self.layers if isinstance(each.attention, AttentionSpec))
 
-    @property
+    @cached_property
     def first_of_kinds(self) -> tuple[int, ...]:
         """The first layer of each kind."""
         kinds = [layer_kind(layer) for layer in self.layers]

@@ -5,7 +5,7 @@ Rows are uniform, lengths uniform on a logarithmic scale.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -79,10 +79,11 @@ def _sampled(region: Region) -> tuple[Iterator[StepSize], str]:
     a, b = region.bounds
     if region.phase == "mixed":
         lengths = _log_spaced(SHORTEST, a)
-        return (StepSize("mixed", 1, n) for n in lengths), f"tokens log-uniform over {lengths[0]}-{lengths[-1]}"
+        return _each(lengths, lambda n: StepSize("mixed", 1, n)), f"tokens log-uniform over {lengths[0]}-{lengths[-1]}"
     if region.phase == "prompt":
         lengths = _log_spaced(SHORTEST, b)
-        return (region.step_size(1, n) for n in lengths), f"one row, tokens log-uniform over {lengths[0]}-{lengths[-1]}"
+        sizes = _each(lengths, lambda n: region.step_size(1, n))
+        return sizes, f"one row, tokens log-uniform over {lengths[0]}-{lengths[-1]}"
     if region.phase == "verify":
         rows = range(1, a + 1, max(1, a // SAMPLES))
         return (region.step_size(row, int(region.top(np.asarray(row)))) for row in rows), f"rows uniform over 1-{a}"
@@ -90,6 +91,15 @@ def _sampled(region: Region) -> tuple[Iterator[StepSize], str]:
     if isinstance(region, DecodeByBlocks | DecodeByLength):
         return _sampled_decodes(region, rows_evenly), f"rows uniform over 1-{a}, contexts log-uniform"
     return (region.step_size(row, 0) for row in rows_evenly), f"rows uniform over 1-{a}"
+
+
+def _each(lengths: list[int], size_of: Callable[[int], StepSize]) -> Iterator[StepSize]:
+    """Yield the size of each length. Equal lengths follow each other in a small plan, and share their size."""
+    before: int | None = None
+    for length in lengths:
+        if length != before:
+            before, size = length, size_of(length)
+        yield size
 
 
 def _sampled_decodes(region: DecodeByBlocks | DecodeByLength, rows: list[int]) -> Iterator[StepSize]:
