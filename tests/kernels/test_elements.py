@@ -7,7 +7,7 @@ from preheat.backends.cuda.activation import activate, cap, clip, scaled, silu_a
 from preheat.backends.cuda.attention_values import Places
 from preheat.backends.cuda.embedding import embed, sum_rows, take_rows
 from preheat.backends.cuda.moe_shared import add_shared
-from preheat.backends.cuda.norm import CudaNorm, add_rms_norm, rms_norm
+from preheat.backends.cuda.norm import CudaNorm
 from preheat.backends.cuda.rotary import rope_and_write
 from preheat.model.attention_specs import QueryGrowth, RopeSpec
 from preheat.model.rope import query_factors, rope_table
@@ -33,20 +33,20 @@ def test_norm(dtype, size):
     x, weight = random(5, size, dtype=dtype), random(size, dtype=dtype, seed=1)
     wide = x.double()
     exact = wide / (wide.square().mean(1, True) + 1e-5).sqrt() * weight.double()
-    normed = rms_norm(x, weight, 1e-5)
+    normed = CudaNorm(weight, 1e-5)(x)
     assert relative_error(normed, exact) < ROUNDING[dtype]
     for row in range(5):
-        assert torch.equal(rms_norm(x[row : row + 1], weight, 1e-5)[0], normed[row])
+        assert torch.equal(CudaNorm(weight, 1e-5)(x[row : row + 1])[0], normed[row])
 
 
 @DTYPES
 def test_norm_of_a_sum_is_the_norm_of_the_rounded_sum(dtype):
     x, residual, weight = random(3, 200, dtype=dtype), random(3, 200, dtype=dtype, seed=1), random(200, dtype=dtype)
     total = residual + x
-    normed = add_rms_norm(x, residual, weight, 1e-5)
+    normed = CudaNorm(weight, 1e-5).add(x, residual)
     assert torch.equal(residual, total)
-    assert torch.equal(normed, rms_norm(total, weight, 1e-5))
-    assert not torch.equal(normed, rms_norm(x, weight, 1e-5))
+    assert torch.equal(normed, CudaNorm(weight, 1e-5)(total))
+    assert not torch.equal(normed, CudaNorm(weight, 1e-5)(x))
 
 
 @DTYPES
@@ -77,7 +77,7 @@ def test_a_norm_that_is_rounded_once(dtype):
     assert relative_error(norm(x), reference(x).double()) < ROUNDING[dtype]
     assert torch.equal(norm(x[1:2]), norm(x)[1:2])
     if dtype == torch.bfloat16:
-        assert not torch.equal(norm(x), rms_norm(x, weight, 1e-5)), "one rounding more is seen"
+        assert not torch.equal(norm(x), CudaNorm(weight, 1e-5)(x)), "one rounding more is seen"
 
 
 @DTYPES

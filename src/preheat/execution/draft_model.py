@@ -19,8 +19,6 @@ from preheat.execution.executor import Executor, LaunchedStep
 from preheat.execution.input_batch import InputBatch, Packer
 from preheat.schedule.slots import UNSEEN, Slots
 
-NOTHING = np.empty(0, np.int32)
-
 
 class DraftModel:
     """A proposer that drafts with a model.

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 
 from preheat.core import Request
@@ -12,8 +10,6 @@ from preheat.frontend.receipt import Proof
 from preheat.frontend.receipt_log import ReceiptLog
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.utils.contract import Contract
-
-Asked = Callable[[], Contract]
 
 
 class Receipts:

@@ -112,7 +112,7 @@ class JsonRules:
             schema = known[0].schema
             values = [schema["const"]] if "const" in schema else schema["enum"]
             fit = [each for each in values if all(self._document.leaf_admits(leaf, each) for leaf in leaves)]
-            return self._constants(fit, known[0])
+            return self._constants(fit)
         types = {"null", "boolean", "object", "array", "number", "string"}
         whole = False
         for leaf in leaves:
@@ -126,7 +126,7 @@ class JsonRules:
         found += [self._array(leaves, name)] if "array" in types else []
         return alt(*found, self._object(leaves, name) if "object" in types else NOTHING)
 
-    def _constants(self, values: Sequence[Any], at: Place) -> Node:
+    def _constants(self, values: Sequence[Any]) -> Node:
         """Return the texts of ``values``; each is written in one way, apart from white space."""
         simple = [each for each in values if not isinstance(each, list | dict)]
         found = [token(alt(*(text(written(each)) for each in simple)))] if simple else []

@@ -111,8 +111,6 @@ class Multiple(Node):
     whole: bool
 
 
-UNITS = (Token, Quoted, Multiple)
-
 EMPTY, NOTHING = Seq(()), Alt(())
 """The empty text alone; no text at all."""
 

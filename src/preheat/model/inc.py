@@ -200,7 +200,7 @@ def read_config(path: str) -> IncConfig:
 
     Raises SettingsError, naming the key, for values that are not supported here.
     """
-    values = {LISTS.get(key, key): value for key, value in _read_json(Path(path), "quant_config").items()}
+    values = {LISTS.get(key, key): value for key, value in _read_json(Path(path)).items()}
     known = {*WITHOUT_EFFECT, *_READ}
     if unknown := sorted(values.keys() - known):
         raise _wrong(path, f"{unknown[0]} is not supported{did_you_mean(unknown[0], known)}")
@@ -285,7 +285,7 @@ def read_ranges(config: IncConfig) -> dict[str, Ranges]:
     """
     found: dict[str, Ranges] = {}
     for path in rank_files(config):
-        nodes = _read_json(path, "quant_config").get("Nodes")
+        nodes = _read_json(path).get("Nodes")
         if not isinstance(nodes, Mapping):
             raise _wrong(path, "it has no Nodes, so it is not a file of ranges")
         for name, node in nodes.items():
@@ -480,13 +480,15 @@ def warn_of_device(config: IncConfig, platform: str) -> None:
         )  # fmt: skip
 
 
-def _read_json(path: Path, param: str) -> dict[str, Any]:
+def _read_json(path: Path) -> dict[str, Any]:
     try:
         values = json.loads(read_text(path, most=TABLE_BYTES))
     except (OSError, ValueError, RecursionError) as error:
-        raise SettingsError(f"{shown(path)} cannot be read as JSON: {why_unread(error)}", param=param) from None
+        raise SettingsError(
+            f"{shown(path)} cannot be read as JSON: {why_unread(error)}", param="quant_config"
+        ) from None
     if not isinstance(values, dict):
-        raise SettingsError(f"{path} must hold a JSON object", param=param)
+        raise SettingsError(f"{path} must hold a JSON object", param="quant_config")
     return values
 
 

@@ -120,7 +120,7 @@ class StoredTensors:
         renames: Sequence[Rename] = (),
         read: Read | None = None,
     ) -> None:
-        self._copy, self._origin, self._read = copy, origin, read
+        self._copy, self._read = copy, read
         self._places: dict[str, _Place] = {}
         self._sums: dict[str, tuple[Tensor, torch.dtype]] = {}
         self._scales: dict[str, int] = {}

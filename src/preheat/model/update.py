@@ -184,7 +184,7 @@ class Update:
         _check_known(model, source, given, whole=whole)
         _check_head(model, source)
         found = [part for part in parts(model.spec, model.weights) if given & part.tensors(model.formats).keys()]
-        _check_room(found, model, backend)
+        _check_room(found, backend)
         for part in found:
             lacking = part.tensors(model.formats).keys() - given
             if lacking and not part.may_be_partial(model.formats):
@@ -286,7 +286,7 @@ def _check_head(model: LoadedModel, source: StoredTensors) -> None:
         )
 
 
-def _check_room(found: list[Part], model: LoadedModel, backend: Backend) -> None:
+def _check_room(found: list[Part], backend: Backend) -> None:
     """Raise ModelError if the new parts do not fit beside the model."""
     needed = sum(tensor.numel() * tensor.element_size() for part in found for tensor in tensors_of(part.loaded))
     free = backend.free_memory()

@@ -53,27 +53,26 @@ def is_due(pool: BlockPool, threshold: int) -> bool:
     return bool(pool.refs[pool.num_used + threshold + 1 :].max(initial=0))
 
 
-def fragmentation(in_use: np.ndarray, reserved: int = 1) -> int:
+def fragmentation(in_use: np.ndarray) -> int:
     """Return how far used blocks lie above their number.
 
-    It is the highest block in use less the number in use; ``in_use`` is bool [blocks]. The first ``reserved`` ids, such
-    as the pad block, do not count.
+    It is the highest block in use less the number in use; ``in_use`` is bool [blocks]. The pad block does not count.
     """
-    used = np.flatnonzero(in_use[reserved:])
+    used = np.flatnonzero(in_use[1:])
     return int(used[-1]) + 1 - len(used) if len(used) else 0
 
 
-def plan_swaps(in_use: np.ndarray, threshold: int = THRESHOLD, reserved: int = 1) -> np.ndarray:
+def plan_swaps(in_use: np.ndarray, threshold: int = THRESHOLD) -> np.ndarray:
     """Return the pairs of block ids to swap in one step.
 
     A pair is (used, free); the result is int32 [n, 2]. There are at most 512, and none up to the threshold. The highest
-    block in use goes to the lowest free one, and so on until the free one is the higher. Blocks below ``reserved``
-    never move. No id occurs twice, so the pairs may be swapped in any order.
+    block in use goes to the lowest free one, and so on until the free one is the higher. The pad block
+    never moves. No id occurs twice, so the pairs may be swapped in any order.
     """
-    if fragmentation(in_use, reserved) <= threshold:
+    if fragmentation(in_use) <= threshold:
         return np.empty((0, 2), np.int32)
-    used = np.flatnonzero(in_use[reserved:])[::-1][: SWAP_SIZES[-1]] + reserved
-    free = np.flatnonzero(~in_use[reserved:])[: SWAP_SIZES[-1]] + reserved
+    used = np.flatnonzero(in_use[1:])[::-1][: SWAP_SIZES[-1]] + 1
+    free = np.flatnonzero(~in_use[1:])[: SWAP_SIZES[-1]] + 1
     count = min(len(used), len(free))
     pairs = np.stack([used[:count], free[:count]], axis=1).astype(np.int32)
     return pairs[pairs[:, 1] < pairs[:, 0]]

@@ -13,33 +13,6 @@ from preheat.frontend.journal import Owner
 from preheat.utils.contract import Contract
 
 
-class Member(Protocol):
-    """The interface that a request needs of the place where it runs."""
-
-    @property
-    def owner(self) -> Owner:
-        """The name of this member in the journal; it changes when the member starts again."""
-        ...
-
-    @property
-    def alive(self) -> bool:
-        """Whether the member runs requests."""
-        ...
-
-    @property
-    def contract(self) -> Contract | None:
-        """The contract of its answers, None before it is ready."""
-        ...
-
-    def send(self, message: ToEngine) -> None:
-        """Send a message; never blocks."""
-        ...
-
-    def receive(self) -> list[FromEngine]:
-        """Return the messages since the last call; never waits."""
-        ...
-
-
 class Process(Protocol):
     """The place of an engine: a process of this machine, or a pod."""
 

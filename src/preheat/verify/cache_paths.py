@@ -117,7 +117,7 @@ def given_up(engine: Engine) -> PathResult | None:
         prompt = Prompt(drawn_tokens(engine, 3 * size, 100 + end), ONE_TOKEN)
         others = [greedy_prompt(drawn_tokens(engine, each, each)) for each in _cut(step - end, longest)]
         engine.forget_prefixes()
-        engine.run_behind([*others, prompt], [], 1)
+        engine.cut_off([*others, prompt])
         again += engine.run([prompt])
         engine.forget_prefixes()
         first += engine.run([prompt])
@@ -179,9 +179,9 @@ def _with_another(tokens: Sequence[int], at: int, vocab_size: int) -> list[int]:
     return [*tokens[:at], (tokens[at] + 1) % vocab_size, *tokens[at + 1 :]]
 
 
-def greedy_prompt(tokens: Sequence[int], salt: str = "", *, name: str = "", outputs: int = OUTPUTS) -> Prompt:
+def greedy_prompt(tokens: Sequence[int], salt: str = "", *, name: str = "") -> Prompt:
     """Return the prompt ``tokens`` with the adapter ``name``, continued by the most likely tokens."""
-    params = SamplingParams(temperature=0.0, seed=0, max_tokens=outputs, ignore_eos=True)
+    params = SamplingParams(temperature=0.0, seed=0, max_tokens=OUTPUTS, ignore_eos=True)
     return Prompt(list(tokens), params, salt, lora_name=name)
 
 

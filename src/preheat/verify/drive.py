@@ -165,30 +165,13 @@ class Engine:
         counts = enumerate((len(answer.tokens) for answer in self.answers), first)
         return [Seen(seen[id].bits[:count], seen[id].levels[:count]) for id, count in counts]
 
-    def run_behind(self, others: Sequence[Prompt], prompts: Sequence[Prompt], steps: int) -> list[Seen]:
-        """Run ``prompts`` behind ``others`` and return the output of ``prompts``.
-
-        All ``others`` are cancelled at once after ``steps`` steps, as if their clients left.
-        """
-        first, left = self._take_ids(len(others)), steps
-        for id, prompt in enumerate(others, first):
+    def cut_off(self, prompts: Sequence[Prompt]) -> None:
+        """Start ``prompts`` and cancel all of them after one step, as if their clients left."""
+        first = self._take_ids(len(prompts))
+        for id, prompt in enumerate(prompts, first):
             self._transport.send(prompt.request(id))
-
-        def cancelling(running: int) -> int:
-            nonlocal left
-            if left == 0:
-                for id in range(first, first + len(others)):
-                    self._transport.send(Cancel(id))
-            left -= 1
-            return at_once(running)
-
-        if prompts:
-            return self.run(prompts, cancelling)
-        for _ in range(steps + 1):
-            cancelling(0)
-            self._advance()
-        self._settle()
-        return []
+        self._advance()
+        self._cancel(range(first, first + len(prompts)))
 
     def _cancel(self, ids: Iterable[int]) -> None:
         """Cancel the requests ``ids``; some may have ended."""

@@ -115,7 +115,7 @@ def _of_its_own(draw: random.Random, config: dict[str, Any], even: bool) -> dict
     if family in WITH_LATENTS:
         return found | _latent(draw, family, config, even)
     if family in LLAMA_LIKE:
-        return found | _beside_llama(draw, family, dim, layers)
+        return found | _beside_llama(draw, family, dim)
     narrow, wide = draw.randrange(1, 64), draw.randrange(64, 600)
     if family == WITH_SINKS:
         kinds = [draw.choice(("full_attention", "sliding_attention")) for _ in range(layers)]
@@ -135,7 +135,7 @@ def _of_its_own(draw: random.Random, config: dict[str, Any], even: bool) -> dict
     return found | (_experts(draw, family, layers, even) if family in WITH_EXPERTS else {})
 
 
-def _beside_llama(draw: random.Random, family: str, dim: int, layers: int) -> dict[str, Any]:
+def _beside_llama(draw: random.Random, family: str, dim: int) -> dict[str, Any]:
     """Return the fields of a family that differs from Llama by more than its sizes."""
     flip, window = (
         draw.random() < 0.5,

@@ -7,7 +7,7 @@ One step alone runs behind the tokens before it, as the law of :mod:`preheat.sch
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -22,8 +22,6 @@ from preheat.utils.files import TABLE_BYTES, read_given, shown, why_unread
 from preheat.verify.drive import Engine
 
 logger = logging.getLogger(__name__)
-
-Say = Callable[[str], None]
 
 TOP = 20
 """Logits of a step that are printed, the greatest first."""

@@ -131,19 +131,6 @@ def _values_norm(
     tl.store(out + token * out_stride + head * SIZE + at, row, mask=at < SIZE)
 
 
-def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return the norm of ``x`` [tokens, size], contiguous, with ``weight`` [size]: a new tensor."""
-    return CudaNorm(weight, eps)(x)
-
-
-def add_rms_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Add ``x`` to ``residual`` in place; return the norm of the sum, a new tensor.
-
-    Both are [tokens, size], contiguous.
-    """
-    return CudaNorm(weight, eps).add(x, residual)
-
-
 def layout(size: int) -> dict[str, Any]:
     """Return keywords of a launch of one program for each row of ``size`` numbers."""
     width = triton.next_power_of_2(size)

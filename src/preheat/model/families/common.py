@@ -289,13 +289,14 @@ def model(
 
 def normed_sums(
     config: Config, prefixes: Sequence[str], block: Callable[[str], tuple[AttentionSpec, MlpSpec]], *,
-    first: str = "embeddings.LayerNorm", middle: str = "post_attention_layernorm", last: str = "post_mlp_layernorm",
+    middle: str = "post_attention_layernorm", last: str = "post_mlp_layernorm",
 ) -> tuple[tuple[LayerSpec, ...], NormSpec]:  # fmt: skip
     """Return the layers of an encoder that norms the sum of each block and its input, and the final norm.
 
-    Every norm replaces the residual stream. So ``first``, the norm of the embeddings, is the input norm of the first
-    layer. The ``last`` norm of a layer is the input norm of the next layer, and the final norm behind the last layer.
-    ``middle`` stands behind attention. ``block(prefix)`` returns the attention and the feed-forward block of a layer.
+    Every norm replaces the residual stream. So the norm of the embeddings is the input norm of the first layer. The
+    ``last`` norm of a layer is the input norm of the next layer, and the final norm behind the last layer.
+    ``middle`` stands behind attention. ``block(prefix)`` returns the attention and the feed-forward block of a
+    layer.
     """
     hidden = config.size("hidden_size")
 
@@ -303,7 +304,7 @@ def normed_sums(
         eps = config.positive("layer_norm_eps", 1e-12)
         return NormSpec(name, hidden, eps, kind="layer", bias=True, replaces=True)
 
-    norms = [norm(first), *(norm(prefix + last) for prefix in prefixes)]
+    norms = [norm("embeddings.LayerNorm"), *(norm(prefix + last) for prefix in prefixes)]
     blocks = [block(prefix) for prefix in prefixes]
     layers = tuple(
         LayerSpec(attention=attention, mlp=mlp, input_norm=before, post_norm=norm(prefix + middle))
