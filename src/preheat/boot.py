@@ -356,5 +356,5 @@ def _ready(record: Record, scheduler: Scheduler, model: LoadedModel, seconds: fl
         logger.error("The engine takes no requests: %s", blocked)
     return Ready(
         limits.max_model_len - limits.spare, limits.columns + 1, limits.block_size, seconds, record.to_json(), blocked,
-        scheduler.max_prompt_len, record.proof.digest, spare=limits.spare, contract=contract,
+        scheduler.budget.max_prompt_len, record.proof.digest, spare=limits.spare, contract=contract,
     )  # fmt: skip

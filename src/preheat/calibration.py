@@ -21,8 +21,9 @@ from torch import Tensor
 from preheat.backends.base.layers import Linear
 from preheat.core import SamplingParams
 from preheat.errors import ModelError, PreheatError, SettingsError
-from preheat.execution.executor import Executor, LaunchedStep
+from preheat.execution.executor import Executor
 from preheat.execution.input_batch import InputBatch
+from preheat.execution.launched import LaunchedStep
 from preheat.llm import LLM
 from preheat.model.files import find_model
 from preheat.model.files import read_config as read_model

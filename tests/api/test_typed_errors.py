@@ -81,7 +81,7 @@ class TeapotDevice(PaperDevice):
 def teapot_loop(transport: EngineTransport | InlineTransport) -> Loop:
     scheduler = TeapotScheduler(limits())
     device = TeapotDevice(scheduler)
-    transport.put(Ready(scheduler.limits.max_model_len, 65, 4, 0.0, b"", "", scheduler.max_prompt_len))
+    transport.put(Ready(scheduler.limits.max_model_len, 65, 4, 0.0, b"", "", scheduler.budget.max_prompt_len))
     return Loop(transport, scheduler, device, device, device)  # type: ignore[arg-type]
 
 
@@ -218,7 +218,7 @@ def padded(rows: int, tokens: int, longest: int) -> int:
 def test_frontend_and_scheduler_refuse_the_same_requests(tokenizer: Tokenizer, chunked: bool, budget: int) -> None:
     scheduler = Scheduler(limits(max_num_batched_tokens=budget), enable_chunked_prefill=chunked, padded=padded)
     frontend = Frontend(tokenizer, lambda message: None)
-    frontend.handle(Ready(64, 65, 4, 0.0, b"", "", scheduler.max_prompt_len))
+    frontend.handle(Ready(64, 65, 4, 0.0, b"", "", scheduler.budget.max_prompt_len))
     for length in range(70):
         for max_tokens in (1, 5, 64):
             try:

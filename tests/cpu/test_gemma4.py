@@ -23,7 +23,7 @@ from preheat.backends.hpu.facts import FACTS as HPU
 from preheat.backends.support import supports
 from preheat.cache_groups import WHOLE
 from preheat.errors import ModelError, SettingsError
-from preheat.execution import executor
+from preheat.execution import layer_parts
 from preheat.model.families import gemma4, read_spec
 from preheat.model.files import read_config
 from preheat.model.specs import ModelSpec
@@ -110,8 +110,8 @@ def other_source(patch: pytest.MonkeyPatch) -> None:
 
 def other_window(patch: pytest.MonkeyPatch) -> None:
     """Plant a window that is off by one."""
-    right = executor.AttentionLayer
-    patch.setattr(executor, "AttentionLayer",
+    right = layer_parts.AttentionLayer
+    patch.setattr(layer_parts, "AttentionLayer",
                   lambda window, **more: right(window=window and window - 1, **more))  # fmt: skip
 
 

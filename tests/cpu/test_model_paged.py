@@ -12,9 +12,10 @@ from torch import Tensor
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.core import Request, SamplingParams, Schedule
 from preheat.execution.buffers import StepBuffers
-from preheat.execution.executor import Executor, attention_layers
+from preheat.execution.executor import Executor
 from preheat.execution.input_batch import Packer
 from preheat.execution.kv_cache import KVCache
+from preheat.execution.layer_parts import attention_layers
 from preheat.limits import Limits
 from preheat.model.decoder import Attended, Decoder
 from preheat.plan.options import PlanOptions

@@ -135,8 +135,8 @@ def plain_layer(self, value, weights, context):
 
 
 def plain_attend(self, backend, decoder):
-    from preheat.execution.executor import attention_layers
     from preheat.execution.kv_cache import KVCache
+    from preheat.execution.layer_parts import attention_layers
 
     layers = attention_layers(decoder, KVCache(decoder.spec, 1, 256, decoder.dtype, backend.device))
     return lambda index, qkv: self._plain(layers[index], qkv, None)

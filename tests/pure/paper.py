@@ -469,7 +469,9 @@ class Harness:
         scheduler, limits, order = self.scheduler, self.scheduler.limits, self.scheduler.running.order
         extend, slots = schedule.extend, scheduler.slots
         assert len(set(schedule.slots.tolist())) == schedule.rows
-        assert scheduler.padded(schedule.rows, schedule.tokens, int(extend.max())) <= limits.max_num_batched_tokens
+        assert (
+            scheduler.budget.padded(schedule.rows, schedule.tokens, int(extend.max())) <= limits.max_num_batched_tokens
+        )
         assert (extend >= 1).all()
         drafted = schedule.num_sampled > 1
         known = slots.device_len[schedule.slots] - (schedule.num_sampled == 1)

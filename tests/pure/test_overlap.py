@@ -120,9 +120,11 @@ def test_the_next_step_is_launched_before_the_last_result_is_processed() -> None
         assert harness.scheduler.idle
 
 
-def published_when_scheduled(self, step):
+def published_when_scheduled(self):
     """Plant a scheduler that publishes blocks before their tokens are known."""
-    schedule = book(self, step)
+    schedule = scheduled(self)
+    if schedule is None:
+        return None
     size = self.slots.block_size
     for slot, first, end in zip(schedule.slots.tolist(), schedule.first // size, schedule.ends // size, strict=True):
         sequence = self.running.sequence(slot)
@@ -130,18 +132,18 @@ def published_when_scheduled(self, step):
     return schedule
 
 
-book = Scheduler._book
+scheduled = Scheduler.schedule
 
 
 def test_control_a_block_published_before_its_result_is_noticed(monkeypatch) -> None:
-    monkeypatch.setattr(Scheduler, "_book", published_when_scheduled)
+    monkeypatch.setattr(Scheduler, "schedule", published_when_scheduled)
     with pytest.raises(WrongCache):
         busy()
 
 
 def test_control_a_digest_over_a_dropped_token_is_noticed(monkeypatch) -> None:
     """Control: a digest over a dropped token is noticed, even if the block itself holds its computed values."""
-    monkeypatch.setattr(Scheduler, "_book", published_when_scheduled)
+    monkeypatch.setattr(Scheduler, "schedule", published_when_scheduled)
     monkeypatch.setattr(Harness, "_check_published", lambda self: None)
     with pytest.raises(WrongCache):
         busy()

@@ -60,8 +60,9 @@ from preheat.utils.trace import Call, untraced
 
 if TYPE_CHECKING:
     from preheat.engine.kv_publisher import KvPublisher
-    from preheat.execution.executor import Executor, LaunchedStep
+    from preheat.execution.executor import Executor
     from preheat.execution.input_batch import InputBatch, Packer
+    from preheat.execution.launched import LaunchedStep
     from preheat.kv_transfer.server import BlockServer
 
 logger = logging.getLogger(__name__)

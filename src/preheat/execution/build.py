@@ -15,10 +15,11 @@ from preheat.backends.base.layers import AnyLayer
 from preheat.backends.base.sampling import Sampler
 from preheat.execution.buffers import StepBuffers
 from preheat.execution.encoder import Encoder, Given
-from preheat.execution.executor import Executor, attention_layers, layer_parts
+from preheat.execution.executor import Executor
 from preheat.execution.grid_encoder import GridEncoder
 from preheat.execution.input_batch import Packer
 from preheat.execution.kv_cache import KVCache
+from preheat.execution.layer_parts import attention_layers, layer_parts
 from preheat.execution.mixers import HostRecurrences, Mixers
 from preheat.execution.pooler import Pooler
 from preheat.execution.sleep import CACHE, sleepable

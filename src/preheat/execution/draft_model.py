@@ -15,8 +15,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from preheat.core import Schedule, unmarked
-from preheat.execution.executor import Executor, LaunchedStep
+from preheat.execution.executor import Executor
 from preheat.execution.input_batch import InputBatch, Packer
+from preheat.execution.launched import LaunchedStep
 from preheat.schedule.slots import UNSEEN, Slots
 
 

@@ -19,8 +19,9 @@ from preheat.backends.cold import Counted
 from preheat.core import StepResult, Swaps, Transfer
 from preheat.errors import PreheatError, RankDied
 from preheat.execution.build import Assembly, build
-from preheat.execution.executor import Executor, LaunchedStep
+from preheat.execution.executor import Executor
 from preheat.execution.input_batch import InputBatch, Packer
+from preheat.execution.launched import LaunchedStep
 from preheat.model.decoder import Attended, Tap
 from preheat.model.loader import LoadedModel
 from preheat.parallel.executor import SharedExecutor

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from preheat.backends.base.attention import Attend, AttentionLayer, StepInputs, StepRows
 from preheat.backends.base.backend import Backend
-from preheat.execution.executor import attention_layers
 from preheat.execution.kv_cache import KVCache
+from preheat.execution.layer_parts import attention_layers
 from preheat.limits import Limits
 from preheat.model.decoder import Decoder
 from preheat.reference.operations import DifferentiableNorm, exact

@@ -17,7 +17,6 @@ depends on the number of accepted drafts, so that row waits for its results.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable
 from copy import copy
@@ -25,23 +24,25 @@ from typing import NamedTuple
 
 import numpy as np
 
-from preheat.core import NO_PERSISTENT_BATCH, Delta, Finish, Request, Schedule, Stats, StepResult, Swaps
+from preheat.core import Delta, Finish, Request, Schedule, Stats, StepResult, Swaps
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.limits import Limits
 from preheat.schedule import defrag, results
 from preheat.schedule.adapters import BASE, Adapter, AdapterSlotTable
 from preheat.schedule.blocks import BlockPool
+from preheat.schedule.booking import Booking
+from preheat.schedule.budget import Budget
 from preheat.schedule.drafting import Drafting
 from preheat.schedule.grammar import GrammarState
 from preheat.schedule.images import EncoderCache, inside
 from preheat.schedule.next_step import NextStep
 from preheat.schedule.padded import Padded, check_limits, unpadded
-from preheat.schedule.persistent_batch import PersistentBatch, room_of
+from preheat.schedule.persistent_batch import room_of
 from preheat.schedule.prefix import Hit, PrefixCache
 from preheat.schedule.resume import check_resume
 from preheat.schedule.running import RunningSequences
 from preheat.schedule.sequence import Sequence
-from preheat.schedule.slots import UNSEEN, Slots
+from preheat.schedule.slots import Slots
 from preheat.schedule.states import NO_ENDS, Ends, StateSlots
 from preheat.schedule.waiting import WaitingQueue
 
@@ -101,9 +102,8 @@ class Scheduler:
         if self.drafting is not None and not mixed_steps:
             raise SettingsError("speculative decoding needs steps that mix prompts and decoding: use unified bucketing")
         self._head = head
-        self.limits, self.padded, self.chunked = limits, padded, enable_chunked_prefill
-        self.mixed_steps, self._mixed_tokens = mixed_steps, mixed_tokens
-        self._hurries = False  # clients of moved requests have waited longest
+        self.limits, self.mixed_steps = limits, mixed_steps
+        self.budget = Budget(limits, padded, mixed_tokens, chunked=enable_chunked_prefill)
         groups = limits.groups
         self.slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size, len(groups))
         self.pool = BlockPool(limits.num_blocks, limits.block_size)
@@ -120,8 +120,7 @@ class Scheduler:
         self._max_prefills = limits.max_num_prefill_seqs or limits.max_num_seqs
         self.forget()
         self._in_flight: deque[Schedule] = deque()
-        self._persistent_batch: PersistentBatch | None = None
-        self._batches = NO_PERSISTENT_BATCH
+        self._booking = Booking(self.running, self.images)
 
     def forget(self) -> None:
         """Reset the counters."""
@@ -151,7 +150,7 @@ class Scheduler:
                 f"a prompt of {length} tokens and max_tokens of {request.max_tokens} must both be positive and fit "
                 f"max_model_len ({self.limits.max_model_len}) together"
             )
-        if not self.chunked and not self._fits_alone(length):
+        if not self.budget.chunked and not self.budget.fits_alone(length):
             raise InvalidRequest(
                 f"a prompt of {length} tokens does not fit max_num_batched_tokens "
                 f"({self.limits.max_num_batched_tokens}) in one step: raise it or enable chunked prefill"
@@ -267,9 +266,9 @@ class Scheduler:
         :attr:`idle`, otherwise the oldest results must be processed first.
         """
         if self.drafting is not None:
-            batch = self._last_batch()
+            batch = self._booking.batch
             self.drafting.begin(int((self._due() == 1).sum()) if batch is None else len(batch.slots))
-        schedule = self._again()
+        schedule = None if self.waiting or self._drafts else self._booking.again()
         if schedule is None:
             try:
                 step = self._compose()
@@ -277,7 +276,7 @@ class Scheduler:
                 return None
             if not len(step.decode) + len(step.prefill):
                 return None
-            schedule = self._book(step)
+            schedule = self._booking.book(step)
         schedule.loads = self.adapters.take_loads()
         if self.pool.tier is not None:
             schedule.transfers = self.pool.tier.take_transfers()
@@ -341,87 +340,18 @@ class Scheduler:
         """
         self.running.check()
 
-    def _again(self) -> Schedule | None:
-        """Return the last step's rows, one token further; None where more may change."""
-        batch = self._last_batch()
-        if batch is None or batch.plain is None or batch.room < 1 or self.waiting or self._drafts:
-            return None
-        schedule = batch.step(self.running, {})
-        self._move(schedule.slots, schedule.ends)
-        return schedule
-
     def _compose(self) -> NextStep:
         """Return the next step: choose its rows and allocate their blocks."""
         if self.waiting and self.running and self.running.last.yields:
             self._make_way()
-        self._hurries = self.waiting.resumes
+        self.budget.hurries = self.waiting.resumes
         step = self._decoding() if self.mixed_steps else NextStep(np.zeros(0, np.int64))
         self._continue_prefills(step)
         self._admit(step)
         if self._drafts:
-            most_rows, budget = self._max_prefills, self._budget(len(step.decode))
-            self._drafts.add(step, self.running, lambda wanted, size: self._most(wanted, budget, size), most_rows)
+            most_rows, tokens = self._max_prefills, self.budget.of(len(step.decode))
+            self._drafts.add(step, self.running, lambda wanted, size: self.budget.most(wanted, tokens, size), most_rows)
         return step if self.mixed_steps or step.prefill else self._decoding()
-
-    def _book(self, step: NextStep) -> Schedule:
-        """Move the lengths of the rows of ``step``.
-
-        They move as if the step had run. Returns its schedule. A row with drafts counts them as known and has nothing
-        left to compute, so that it is in no other step until its results are processed.
-        """
-        slots, schedule = self.slots, self._schedule_of(step)
-        if step.images and self.images is not None:
-            self.images.attach(schedule, slots)
-        if self.running.states is not None:
-            schedule.states = self.running.states.book(schedule, self.running)
-        rows, ends = schedule.slots, schedule.ends
-        if schedule.num_decode < schedule.rows:
-            slots.cached_len[rows] = ends
-            one = schedule.num_sampled == 1
-            rows, ends = rows[one], ends[one]
-        self._move(rows, ends)
-        for slot, drafts in step.drafts.items():
-            end = int(slots.cached_len[slot])
-            slots.tokens[slot, end - len(drafts) : end] = drafts
-            slots.device_len[slot] = end
-        return schedule
-
-    def _move(self, rows: np.ndarray, ends: np.ndarray) -> None:
-        """Count the tokens of ``rows`` up to ``ends`` as computed, and a sampled one as known."""
-        slots = self.slots
-        slots.cached_len[rows] = ends
-        slots.tokens[rows, ends] = UNSEEN
-        slots.device_len[rows] = ends + 1
-
-    def _schedule_of(self, step: NextStep) -> Schedule:
-        """Return ``step`` in the packer's form."""
-        slots, running = self.slots, self.running
-        if not step.prefill and not step.drafts and len(step.decode) == len(running):
-            batch = self._last_batch()
-            if batch is None:
-                self._batches += 1
-                batch = self._persistent_batch = PersistentBatch.of(running, self._batches, step.decode)
-            return batch.step(running, step.started)
-        self._persistent_batch = None
-        drafted = list(step.drafts)
-        decode = step.decode[~np.isin(step.decode, drafted)] if drafted else step.decode
-        rows = np.concatenate((decode, np.array(step.prefill + drafted, np.int64)))
-        chunks = step.chunks + [1 + len(drafts) for drafts in step.drafts.values()]
-        extend = np.concatenate((np.ones(len(decode), np.int32), np.array(chunks, np.int32)))
-        first = slots.cached_len[rows]
-        num_sampled = (first + extend == slots.device_len[rows]).astype(np.int32)
-        if drafted:
-            num_sampled[-len(drafted) :] = extend[-len(drafted) :]
-        ids = running.ids[rows]
-        return Schedule(rows, first, extend, num_sampled, len(decode), ids, step.started, num_drafted=len(drafted))
-
-    def _last_batch(self) -> PersistentBatch | None:
-        """Return the persistent batch of the last step, or None.
-
-        The next step must have the same rows.
-        """
-        last = self._persistent_batch
-        return last if last is not None and last.goes_on(self.running) else None
 
     def _due(self) -> np.ndarray:
         """Return how many tokens each running sequence has to compute.
@@ -453,7 +383,7 @@ class Scheduler:
 
         Preempt if blocks are lacking.
         """
-        slots, batch = self.slots, self._last_batch()
+        slots, batch = self.slots, self._booking.batch
         known = batch is not None and not self._drafts
         step = NextStep(batch.slots if batch is not None and known else self._decode_slots())
         if batch is not None and known and batch.room > 0:
@@ -517,7 +447,7 @@ class Scheduler:
             extend = len(sequence.tokens) - first
             wanted = min(extend, self._room_behind(hit))
             chunk = self._chunk(step, self._before_images(step, sequence.request, first, wanted))
-            whole = self.chunked or chunk == extend or not self._fits_alone(extend)
+            whole = self.budget.chunked or chunk == extend or not self.budget.fits_alone(extend)
             if not chunk or not whole or not self._blocks_last(sequence, hit):
                 return
             del self.waiting[sequence.request.id]
@@ -575,33 +505,7 @@ class Scheduler:
 
         They are at most ``wanted`` and within the budget.
         """
-        return self._most(wanted, self._budget(len(step.decode)), step.with_row)
-
-    def _most(self, wanted: int, budget: int, size: Callable[[int], tuple[int, int, int]]) -> int:
-        """Return the most tokens within ``budget``, up to ``wanted``.
-
-        ``size(tokens)`` is the step's size, counted with padding.
-        """
-        if not wanted or self.padded(*size(wanted)) <= budget:
-            return wanted
-        fits, too_many = 0, wanted
-        while too_many - fits > 1:
-            middle = (fits + too_many) // 2
-            if self.padded(*size(middle)) <= budget:
-                fits = middle
-            else:
-                too_many = middle
-        return fits
-
-    def _budget(self, decoding: int) -> int:
-        """Return the most tokens of a step with ``decoding`` rows.
-
-        Always enough for one more row.
-        """
-        most = self.limits.max_num_batched_tokens
-        if self._mixed_tokens is None or self._hurries or not decoding or not self.chunked:
-            return most
-        return min(most, max(self._mixed_tokens, 2 * decoding, self.padded(decoding + 1, decoding + 2, 2)))
+        return self.budget.most(wanted, self.budget.of(len(step.decode)), step.with_row)
 
     def _blocks_last(self, sequence: Sequence, hit: Hit) -> bool:
         """Return whether there are enough free blocks for ``sequence``.
@@ -628,15 +532,6 @@ class Scheduler:
             step.preempted = True
             self._totals.preemptions += 1
         return slots
-
-    @property
-    def max_prompt_len(self) -> int:
-        """The longest prompt that :meth:`add` accepts."""
-        possible = range(1, self.limits.max_model_len)
-        return len(possible) if self.chunked else bisect_left(possible, True, key=lambda n: not self._fits_alone(n))
-
-    def _fits_alone(self, tokens: int) -> bool:
-        return self.padded(1, tokens, tokens) <= self.limits.max_num_batched_tokens
 
     def _nothing_in_flight(self) -> None:
         if self._in_flight:

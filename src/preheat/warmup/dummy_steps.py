@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from preheat.core import SamplingParams, Swaps
-from preheat.execution.executor import Executor, LaunchedStep
+from preheat.execution.executor import Executor
 from preheat.execution.input_batch import InputBatch, Packer
+from preheat.execution.launched import LaunchedStep
 from preheat.model.decoder import Attended
 from preheat.plan.buckets import Bucket
 from preheat.plan.plan import Plan

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 
 from preheat.backends.base.backend import Backend
-from preheat.execution.executor import LaunchedStep
+from preheat.execution.launched import LaunchedStep
 from preheat.plan import lines
 from preheat.plan.buckets import Bucket, Phase
 from preheat.plan.budget import MemorySplit, PhaseCaptures, capture_graphs, capture_order, graph_shares, split_memory
