@@ -165,15 +165,15 @@ def test_a_prompt_to_be_truncated_is_bounded_too(
 def test_parameters_are_worked_on_once_for_all_prompts(processor: InputProcessor) -> None:
     tokenizer = processor.tokenizer
     assert isinstance(tokenizer, Counting)
-    checked = processor.checked(SamplingParams(bad_words=["x", "y", "x"], stop=["z"]))
+    checked = processor.checker.checked(SamplingParams(bad_words=["x", "y", "x"], stop=["z"]))
     encoded = tokenizer.encoded
     requests = [request for _ in range(3) for request in processor.fan_out(processor.prepare([5, 6], checked))]
     assert tokenizer.encoded == encoded
     assert len(requests) == 3 and all(request.bad_words is checked.bad_words for request in requests)
     with pytest.raises(InvalidRequest, match="1024 texts of 65536 characters"):
-        processor.checked(SamplingParams(bad_words=["x" * 65_537]))
+        processor.checker.checked(SamplingParams(bad_words=["x" * 65_537]))
     with pytest.raises(InvalidRequest, match="name each once"):
-        processor.checked(SamplingParams(allowed_token_ids=[1] * (tokenizer.vocab_size + 1)))
+        processor.checker.checked(SamplingParams(allowed_token_ids=[1] * (tokenizer.vocab_size + 1)))
 
 
 def test_too_many_token_ids_are_not_looked_at(processor: InputProcessor) -> None:

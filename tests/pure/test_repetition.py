@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from preheat.core import MAX_PATTERN, RepetitionDetectionParams, SamplingParams
 from preheat.errors import InvalidRequest
-from preheat.frontend.input_processor import check_params
+from preheat.frontend.params_checker import check_params
 from preheat.frontend.repetition import RepetitionChecker, checker_of
 
 

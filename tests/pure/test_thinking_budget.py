@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from preheat.core import Request, SamplingParams, Thinking
 from preheat.errors import InvalidRequest
-from preheat.frontend.input_processor import check_params
+from preheat.frontend.params_checker import check_params
 from preheat.frontend.reasoning import ReasoningFormat
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.grammar.budget import Budget

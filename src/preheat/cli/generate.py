@@ -17,7 +17,7 @@ from preheat.cli.common import ENGINE_OPTIONS, flag_of, load
 from preheat.cli.prompts import given_prompts
 from preheat.core import SAMPLING_FIELDS, SamplingParams
 from preheat.errors import SettingsError
-from preheat.frontend.input_processor import check_params
+from preheat.frontend.params_checker import check_params
 from preheat.utils.log import set_up_logging
 from preheat.utils.options import add_flags
 from preheat.verify.given import check_ids, check_texts

@@ -44,9 +44,10 @@ from preheat.frontend.answer_cache import AnswerCache
 from preheat.frontend.answer_format import AnswerFormats
 from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.embedding import asked_of
-from preheat.frontend.input_processor import InputProcessor, recommended_params
+from preheat.frontend.input_processor import InputProcessor
 from preheat.frontend.long_texts import LongTexts
 from preheat.frontend.output_processor import OutputProcessor
+from preheat.frontend.params_checker import recommended_params
 from preheat.frontend.prompt_embeds import PromptEmbeds
 from preheat.frontend.receipts import Receipts
 from preheat.frontend.relay import Relay, apart
@@ -267,7 +268,7 @@ class Frontend:
         if found is None:
             if len(self._pooled) >= _MOST_POOLED:
                 self._pooled.clear()
-            found = self._pooled[key] = self.input.checked(asked_of(*key))
+            found = self._pooled[key] = self.input.checker.checked(asked_of(*key))
         return found
 
     def load_images(self, sources: Sequence[Source]) -> list[Image]:

@@ -9,7 +9,7 @@ import msgspec
 from preheat.core import SamplingParams
 from preheat.errors import InvalidRequest
 from preheat.frontend.frontend import Frontend
-from preheat.frontend.input_processor import check_params
+from preheat.frontend.params_checker import check_params
 from preheat.frontend.request_state import RequestState
 from preheat.server.schema import CompletionRequest, Sampling
 

@@ -159,7 +159,7 @@ def _speaker(body: ChatRequest, response_role: str) -> tuple[str, str]:
 def _params(frontend: Frontend, body: ChatRequest) -> SamplingParams:
     if body.top_logprobs and not body.logprobs:
         raise InvalidRequest("top_logprobs needs logprobs to be true", param="top_logprobs")
-    frontend.input.check_logprobs(body.top_logprobs, "top_logprobs")
+    frontend.input.checker.check_logprobs(body.top_logprobs, "top_logprobs")
     if body.max_tokens is not None and body.max_completion_tokens not in {None, body.max_tokens}:
         raise InvalidRequest("max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
     max_tokens = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens

@@ -13,7 +13,7 @@ from starlette.types import ASGIApp
 from preheat.core import SamplingParams
 from preheat.errors import InvalidRequest
 from preheat.frontend.frontend import Frontend
-from preheat.frontend.input_processor import recheck
+from preheat.frontend.params_checker import recheck
 from preheat.frontend.prompt_embeds import Embedded
 from preheat.frontend.request_state import Choice, OutputDelta, RequestState
 from preheat.server import kv_transfer
@@ -57,7 +57,7 @@ def _params(frontend: Frontend, body: CompletionRequest) -> SamplingParams:
     max_tokens = DEFAULT_MAX_TOKENS if body.max_tokens is None else body.max_tokens
     prompt_logprobs = body.prompt_logprobs
     if body.echo:
-        frontend.input.check_text("echo", "leave it out, and ask for return_token_ids")
+        frontend.input.checker.check_text("echo", "leave it out, and ask for return_token_ids")
         if prompt_logprobs is None:
             prompt_logprobs = body.logprobs
         if body.logprobs not in {None, prompt_logprobs}:

@@ -100,7 +100,7 @@ async def prepared(
             frontend.input.check_length(prompt, params.params if isinstance(params, CheckedParams) else params)
     total = max(body_size(request), sum(map(len, prompts)))
     if not isinstance(params, CheckedParams):
-        params = await in_turn(request, total, partial(frontend.input.checked, params))
+        params = await in_turn(request, total, partial(frontend.input.checker.checked, params))
     prepare = partial(
         frontend.prepare,
         params=params,

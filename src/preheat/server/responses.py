@@ -198,7 +198,7 @@ def _params(frontend: Frontend, body: ResponsesRequest) -> SamplingParams:
     asked = _structured(body.text.format) if body.text and body.text.format else None
     given["structured_outputs"] = the_one({"text.format": asked, "structured_outputs": given["structured_outputs"]})
     if LOGPROBS in (body.include or ()):
-        frontend.input.check_logprobs(body.top_logprobs, "top_logprobs")
+        frontend.input.checker.check_logprobs(body.top_logprobs, "top_logprobs")
         given["logprobs"] = body.top_logprobs or 0
     return frontend.input.params(**given, max_tokens=body.max_output_tokens)
 

@@ -236,7 +236,7 @@ async def detokenize(request: Request) -> Response:
 
 
 def _text(frontend: Frontend, ids: list[int]) -> Response:
-    frontend.input.check_vocabulary(ids, "tokens")
+    frontend.input.checker.check_vocabulary(ids, "tokens")
     return _json(answers.Text(frontend.tokenizer.decode(ids, skip_special_tokens=False)))
 
 

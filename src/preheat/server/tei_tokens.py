@@ -47,7 +47,7 @@ async def _tokenize_texts(request: Request) -> ASGIApp:
 
 
 def _listed(frontend: Frontend, texts: list[str], special: bool) -> Response:
-    frontend.input.check_text("inputs", "give prompts of token ids elsewhere")
+    frontend.input.checker.check_text("inputs", "give prompts of token ids elsewhere")
     bound, found = counted(frontend.limits().max_model_len), []
     for text in texts:
         bound.encode(frontend.tokenizer, text, special)  # refuses a text that is far too long
@@ -71,6 +71,6 @@ async def decode(request: Request) -> ASGIApp:
 
 def _texts(frontend: Frontend, texts: list[list[int]], skip: bool) -> Response:
     for ids in texts:
-        frontend.input.check_vocabulary(ids, "ids")
+        frontend.input.checker.check_vocabulary(ids, "ids")
     found = [frontend.tokenizer.decode(ids, skip_special_tokens=skip) for ids in texts]
     return Response(msgspec.json.encode(found), media_type="application/json")
