@@ -28,9 +28,9 @@ from benchmarks.common.report import RESULTS, parser, save
 from benchmarks.common.shapes import CHOICES, engine_options
 from preheat import LLM, SamplingParams
 from preheat.backends.registry import facts_of
+from preheat.model.dummy_tensors import DummyTensors
 from preheat.model.files import BUNDLED
 from preheat.model.formats import expected_tensors
-from preheat.model.sources import DummyTensors
 
 PARTS = ("update", "offload", "sleep")
 FIRST = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, logprobs=1)

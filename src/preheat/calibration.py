@@ -25,6 +25,7 @@ from preheat.execution.executor import Executor
 from preheat.execution.input_batch import InputBatch
 from preheat.execution.launched import LaunchedStep
 from preheat.llm import LLM
+from preheat.model.dummy_tensors import DummyTensors
 from preheat.model.files import find_model
 from preheat.model.files import read_config as read_model
 from preheat.model.inc import CACHE_TYPE, IncConfig, cache_modules, is_blocked, linear_modules, read_config
@@ -32,7 +33,7 @@ from preheat.model.kv_scales import attention_module
 from preheat.model.layers import DecoderLayer, DenseMlp, MoeMlp
 from preheat.model.mlp_specs import MoeSpec
 from preheat.model.reading import TensorSource
-from preheat.model.sources import DummyTensors, SafetensorsFiles
+from preheat.model.sources import SafetensorsFiles
 from preheat.model.specs import ModelSpec
 from preheat.model.tensor_specs import LinearSpec
 from preheat.model.weights import Weights

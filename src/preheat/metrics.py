@@ -7,19 +7,18 @@ from __future__ import annotations
 
 import logging
 import time
-from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from functools import partial
 from operator import attrgetter
-from typing import Any, Protocol, get_args
+from typing import Any, get_args
 
 from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from preheat.core import AuditStats, FinishReason, GrammarStats, SamplingParams, Stats
+from preheat.core import FinishReason, SamplingParams, Stats
+from preheat.figures import AnswerCacheFigures, EngineFigures, Histogram, LogFigures, Times
 from preheat.utils.log import one_line
 
 _TOKEN_SECONDS = (
@@ -30,42 +29,6 @@ _REQUEST_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 20,
 _COUNTS = tuple(digit * 10**power for power in range(6) for digit in (1, 2, 5))
 _STEP_TOKENS = tuple(2**power for power in range(15))
 _CHOICES = (1, 2, 5, 10, 20)
-
-
-class Histogram:
-    """Numbers of values in each bucket, and the sum of all values.
-
-    ``/metrics`` shows ``name`` and ``text``.
-    """
-
-    __slots__ = ("bounds", "counts", "name", "text", "total")
-
-    def __init__(self, name: str, text: str, bounds: tuple[float, ...]) -> None:
-        self.name, self.text, self.bounds = name, text, bounds
-        self.counts = [0] * (len(bounds) + 1)
-        self.total = 0.0
-
-    def observe(self, value: float, times: int = 1) -> None:
-        self.counts[bisect_left(self.bounds, value)] += times
-        self.total += value * times
-
-    def buckets(self) -> list[tuple[str, float]]:
-        """Return pairs (upper bound, number of values up to it), the form of Prometheus."""
-        reached, buckets = 0, []
-        for bound, count in zip([*map(str, self.bounds), "+Inf"], self.counts, strict=True):
-            reached += count
-            buckets.append((bound, float(reached)))
-        return buckets
-
-
-@dataclass(slots=True)
-class Times:
-    """Times of a sequence's events, by ``time.monotonic``; 0 means not yet."""
-
-    arrived: float = 0.0
-    started: float = 0.0
-    first: float = 0.0
-    last: float = 0.0
 
 
 _Row = tuple[str, str, Callable[[Any], float]]
@@ -127,40 +90,6 @@ PULL_FAILURES = ("missing", "refused", "lost", "corrupt")
 
 FAULTS = ("died", "silent", "stalled", "drained", "memory_fault", "overloaded")
 """Reasons why the requests of an engine move, and why it starts again."""
-
-
-@dataclass(slots=True)
-class EngineFigures:
-    """Figures of one engine.
-
-    ``items`` (by outcome), ``cold`` (by source), ``misses`` and ``warmup_seconds`` come from its last record.
-    """
-
-    stats: Stats = field(default_factory=Stats)
-    grammars: GrammarStats = field(default_factory=GrammarStats)
-    audit: AuditStats | None = None
-    items: Mapping[str, int] = field(default_factory=dict)
-    cold: Mapping[str, int] = field(default_factory=dict)
-    misses: int = 0
-    warmup_seconds: float = 0.0
-
-
-class LogFigures(Protocol):
-    """Counts of a log of receipts."""
-
-    written: int
-    lost: int
-
-
-@dataclass(slots=True)
-class AnswerCacheFigures:
-    """Figures of the answer cache: requests by what became of them, and the bytes that it holds."""
-
-    hits: int = 0
-    misses: int = 0
-    checked: int = 0
-    different: int = 0
-    bytes: int = 0
 
 
 class Metrics(Collector):

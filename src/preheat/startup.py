@@ -19,6 +19,7 @@ from preheat.backends.registry import facts_of, wake
 from preheat.backends.support import supports
 from preheat.core import POOLS, Died, ToEngine
 from preheat.errors import PreheatError, SettingsError, WireError
+from preheat.figures import AnswerCacheFigures
 from preheat.frontend.adapters import Adapters
 from preheat.frontend.answer_cache import AnswerCache
 from preheat.frontend.answer_folder import AnswerFolder
@@ -30,7 +31,7 @@ from preheat.frontend.receipt_log import ReceiptLog
 from preheat.frontend.receipts import Receipts
 from preheat.frontend.tokenizer import ModelFiles, NoTokenizer, Tokenizer
 from preheat.frontend.tracing import RequestTraces
-from preheat.metrics import AnswerCacheFigures, Metrics, explain
+from preheat.metrics import Metrics, explain
 from preheat.model.config import resolve_dtype
 from preheat.model.families import check_architecture, read_spec, spec_of
 from preheat.model.files import find_model, find_tokenizer, read_config

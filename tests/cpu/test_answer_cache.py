@@ -14,10 +14,10 @@ from msgspec.structs import replace
 from preheat import LLM
 from preheat.core import SamplingParams, StructuredOutputsParams
 from preheat.errors import SettingsError
+from preheat.figures import AnswerCacheFigures
 from preheat.frontend import answer_cache
 from preheat.frontend.answer_cache import OVERHEAD, AnswerCache, Kept
 from preheat.frontend.answer_folder import AnswerFolder
-from preheat.metrics import AnswerCacheFigures
 
 OPTIONS = {"max_num_seqs": 8, "max_model_len": 128, "block_size": 16, "skip_warmup": True, "boot_check": "off",
            "on_cold": "off", "num_threads": 1, "execution_mode": "eager"}  # fmt: skip

@@ -19,11 +19,12 @@ from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda.upload import Upload
 from preheat.errors import ModelError
 from preheat.model.decoder import Decoder
+from preheat.model.dummy_tensors import DummyTensors
 from preheat.model.families import read_spec
 from preheat.model.formats import FORMATS, Plain, expected_tensors
 from preheat.model.loader import Reading, load_model, load_weights
 from preheat.model.reading import Shape
-from preheat.model.sources import DummyTensors, SafetensorsFiles, check_tensors
+from preheat.model.sources import SafetensorsFiles, check_tensors
 from preheat.model.specs import LayerSpec, ModelSpec, without_head
 from preheat.model.tensor_specs import LinearSpec
 from preheat.model.ties import with_stored_head

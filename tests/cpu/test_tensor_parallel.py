@@ -34,10 +34,10 @@ from preheat.model import sources
 from preheat.model.decoder import Decoder
 from preheat.model.families import read_spec
 from preheat.model.files import read_config
+from preheat.model.from_host import FromHost
 from preheat.model.loader import Reading, load_weights
 from preheat.model.recurrence_specs import DeltaSpec
 from preheat.model.shard import shard
-from preheat.model.weight_loader import FromHost
 from preheat.ops.matmul import tree_sum
 from preheat.parallel import channel
 from preheat.parallel.channel import RingReceiver, RingSender

@@ -14,8 +14,8 @@ from torch import Tensor
 from benchmarks.common.ports import free_port
 from preheat import LLM, SamplingParams, WeightGroup
 from preheat.execution.offload import HostTier
+from preheat.model.dummy_tensors import DummyTensors
 from preheat.model.formats import expected_tensors
-from preheat.model.sources import DummyTensors
 from preheat.schedule.prefix import PrefixCache
 from tests.cuda.test_engine import CONFIG
 

@@ -138,7 +138,7 @@ def digest(cell: Cell, folder: Path) -> str:
     import preheat.boot
     from preheat.core import Ready
     from preheat.errors import PreheatError
-    from preheat.model import sources
+    from preheat.model import dummy_tensors
     from preheat.plan import plan
     from preheat.plan.repeat_items import CheckItem
     from preheat.settings import Settings
@@ -146,7 +146,7 @@ def digest(cell: Cell, folder: Path) -> str:
     from preheat.transport import InlineTransport
     from preheat.warmup.record import Record
 
-    sources.DummyTensors.fill = Weights(cell.stored).fill
+    dummy_tensors.DummyTensors.fill = Weights(cell.stored).fill
     plan.KINDS = (first_program(), CheckItem)  # nothing else has a part in the digest
     names = preheat.boot.check_names
     preheat.boot.check_names = lambda *args, **more: tuple(name for name in names(*args, **more) if name in CHECKS)

@@ -137,8 +137,8 @@ def config(family: str, stored: str) -> dict[str, Any]:
 class Weights:
     """The contents of a model's tensors, ``stored`` in a format of :data:`FORMATS`.
 
-    It replaces :class:`preheat.model.sources.DummyTensors`, where all scales are equal, and all zero points. Here they
-    differ, so that one in a wrong place changes the digest. Groups are shuffled where ``desc_act`` allows it.
+    It replaces :class:`preheat.model.dummy_tensors.DummyTensors`, where all scales are equal, and all zero points. Here
+    they differ, so that one in a wrong place changes the digest. Groups are shuffled where ``desc_act`` allows it.
     """
 
     def __init__(self, stored: str) -> None:

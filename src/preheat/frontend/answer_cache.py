@@ -18,10 +18,10 @@ from collections.abc import Iterable, Iterator, Sequence
 import msgspec
 
 from preheat.core import Delta, Finish, Request, TokenLogprobs
+from preheat.figures import AnswerCacheFigures
 from preheat.frontend.answer_folder import AnswerFolder
 from preheat.frontend.receipt import packed, unpacked
 from preheat.frontend.request_state import Choice, RequestState
-from preheat.metrics import AnswerCacheFigures
 from preheat.utils.contract import Contract
 
 logger = logging.getLogger(__name__)

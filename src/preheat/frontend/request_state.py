@@ -11,6 +11,7 @@ import msgspec
 
 from preheat.core import BlockSource, SamplingParams, Segment, TokenLogprobs
 from preheat.errors import PreheatError
+from preheat.figures import Times
 from preheat.frontend.detokenize import SILENT, Detokenizer
 from preheat.frontend.flat_logprobs import FlatLogprobs
 from preheat.frontend.marks import Mark, mark_chars
@@ -25,7 +26,6 @@ from preheat.frontend.outputs import (
 from preheat.frontend.repetition import checker_of
 from preheat.frontend.stop import StopChecker, StopStrings
 from preheat.frontend.tokenizer import Tokenizer
-from preheat.metrics import Times
 from preheat.utils.reasoning import Phase
 
 if TYPE_CHECKING:

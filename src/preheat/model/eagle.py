@@ -23,12 +23,13 @@ from preheat.backends.base.layers import Linear, Norm
 from preheat.errors import ModelError, SettingsError
 from preheat.model.config import Config
 from preheat.model.draft_head import LoadedHead, Reads
+from preheat.model.dummy_tensors import DummyTensors
 from preheat.model.families.common import Names, llama_like, norm
 from preheat.model.files import find_model, read_config
 from preheat.model.formats import expected_tensors
 from preheat.model.loader import LoadedModel
 from preheat.model.reading import Shape
-from preheat.model.sources import DummyTensors, SafetensorsFiles, check_shapes
+from preheat.model.sources import SafetensorsFiles, check_shapes
 from preheat.model.specs import ModelSpec, Rename
 from preheat.model.tensor_specs import LinearSpec, NormSpec
 from preheat.model.weight_loader import WeightLoader

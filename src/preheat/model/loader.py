@@ -23,13 +23,14 @@ from preheat.cache_groups import WHOLE, CacheGroup
 from preheat.errors import ModelError
 from preheat.model.adapters import ModelAdapterSlots, make_adapter_slots
 from preheat.model.config import RunDtype, resolve_dtype
+from preheat.model.dummy_tensors import DummyTensors
 from preheat.model.files import find_model
 from preheat.model.formats import FORMATS, LinearFormat
 from preheat.model.kv_scales import identity, resolve_scales, with_kv_dtype
 from preheat.model.quantization import bytes_by_scheme
 from preheat.model.quantize import quantize
 from preheat.model.shard import shard
-from preheat.model.sources import DummyTensors, Read, SafetensorsFiles, check_tensors
+from preheat.model.sources import Read, SafetensorsFiles, check_tensors
 from preheat.model.specs import ModelSpec
 from preheat.model.stage import stage_of
 from preheat.model.stated import stated_spec

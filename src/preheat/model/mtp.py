@@ -22,13 +22,14 @@ from preheat.errors import ModelError
 from preheat.model.attention_specs import AttentionSpec
 from preheat.model.config import Config
 from preheat.model.draft_head import LoadedHead, Reads
+from preheat.model.dummy_tensors import DummyTensors
 from preheat.model.families import FAMILIES, without_images
 from preheat.model.files import read_config
 from preheat.model.formats import FORMATS, expected_tensors
 from preheat.model.loader import LoadedModel
 from preheat.model.quantization import quantized
 from preheat.model.reading import Shape
-from preheat.model.sources import DummyTensors, SafetensorsFiles, check_shapes
+from preheat.model.sources import SafetensorsFiles, check_shapes
 from preheat.model.specs import ModelSpec
 from preheat.model.tensor_specs import LinearSpec, NormSpec
 from preheat.model.weight_loader import WeightLoader

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from copy import copy
 from dataclasses import fields, replace
-from typing import Any, Literal, cast
+from typing import Literal, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,7 @@ from preheat.model.adapters import ModelAdapterSlots
 from preheat.model.attention_specs import AttentionSpec
 from preheat.model.formats import FORMATS, LinearFormat
 from preheat.model.formats_quantized import QuantizedFormat
+from preheat.model.from_host import Copy, FromHost
 from preheat.model.grid_specs import GridVisionSpec, MergerSpec
 from preheat.model.grid_vision import GridVisionWeights, Merger
 from preheat.model.latent import Latent
@@ -76,45 +77,8 @@ from preheat.ops.norm import ReplacingNorm
 from preheat.ops.quantization import QuantizedWeight, empty_weight, plain, quantize_weight
 from preheat.ops.values import Dtype, WithoutTerms
 
-Copy = Callable[[Tensor, Tensor], object]
-
 QUANTIZED_AT_ONCE = 1 << 22
 """Numbers of a tied head that are quantized at once, in float32."""
-
-
-class FromHost:
-    """A ``backend`` for a loader that fills tensors on the host.
-
-    Tensors in arguments are copied to the device by ``upload(source, out)``.
-    """
-
-    def __init__(self, backend: Backend, upload: Copy) -> None:
-        self._backend, self._copy = backend, upload
-
-    def __getattr__(self, name: str) -> Any:
-        found = getattr(self._backend, name)
-        if not callable(found):
-            return found
-
-        def call(*args: object, **more: object) -> object:
-            return found(*map(self.place, args), **{key: self.place(value) for key, value in more.items()})
-
-        return call
-
-    def place(self, value: Any) -> Any:
-        """Return a tensor, or a layer's tensors, on the device.
-
-        Any other value stays as it is.
-        """
-        if isinstance(value, LayerWeights | ExpertsWeights):
-            return type(value)(*map(self.place, value))
-        if isinstance(value, QuantizedWeight):
-            return replace(value, **{part.name: self.place(getattr(value, part.name)) for part in fields(value)})
-        if not isinstance(value, Tensor) or value.device == self._backend.device:
-            return value
-        out = torch.empty_like(value, device=self._backend.device)
-        self._copy(value, out)
-        return out
 
 
 class WeightLoader:
