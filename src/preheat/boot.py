@@ -24,7 +24,8 @@ from preheat.boot_parts import build_parts
 from preheat.boot_values import Device, Given, Loaded, Parts, Planned
 from preheat.cache_groups import WHOLE
 from preheat.core import Ready
-from preheat.engine.loop import EngineSide, Loop, SilentListener
+from preheat.engine.loop import EngineSide, Loop
+from preheat.engine.step_listener import SilentListener
 from preheat.errors import NotInvariant
 from preheat.execution.draft_model import DraftModel
 from preheat.execution.drafting import load_draft, make_drafting, make_proposer

@@ -14,7 +14,7 @@ from preheat.backends.base.backend import Backend
 from preheat.backends.base.device import StepCounter
 from preheat.backends.base.facts import Mode
 from preheat.core import Schedule, Swaps
-from preheat.engine.loop import StepListener
+from preheat.engine.step_listener import StepListener
 from preheat.settings import Settings
 from preheat.utils.trace import Describe
 

@@ -42,7 +42,6 @@ from preheat.core import (
     ResetPrefixCache,
     Schedule,
     Stats,
-    Swaps,
     ToEngine,
     UnloadAdapter,
     Wake,
@@ -51,6 +50,7 @@ from preheat.engine.admission import Admission
 from preheat.engine.audit import Audit
 from preheat.engine.control import Control, Operator
 from preheat.engine.launch_timer import LaunchTimer
+from preheat.engine.step_listener import StepListener
 from preheat.errors import EngineDead, PreheatError, WireError
 from preheat.grammar.service import Grammars
 from preheat.kv_transfer.sends import Sends
@@ -85,30 +85,6 @@ class EngineSide(Protocol):
 
     def waker(self) -> Callable[[], None]:
         """Return a function that ends a wait in :meth:`take`; any thread may call it."""
-
-
-class StepListener(Protocol):
-    """Observer of every launched batch and every compaction.
-
-    A step can be cold at its launch.
-
-    An error that it raises fails the step's requests.
-    """
-
-    def step(self, event: InputBatch | Swaps) -> None: ...
-
-    def report(self) -> bytes:
-        """Return the recorded data, for a Report."""
-
-
-class SilentListener:
-    """A listener that records nothing, for dummy requests."""
-
-    def step(self, event: InputBatch | Swaps) -> None:
-        """Do nothing."""
-
-    def report(self) -> bytes:
-        return b""
 
 
 @dataclass(slots=True)

@@ -7,7 +7,6 @@ misread parts would still answer, only worse. Every error names the adapter and 
 from __future__ import annotations
 
 import hashlib
-import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Set
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 from safetensors import SafetensorError
 from torch import Tensor
@@ -24,6 +22,7 @@ from torch import Tensor
 from preheat.errors import AdapterError, ModelError
 from preheat.lora.config import AdapterConfig, ModuleRules, endings
 from preheat.lora.experts import Stack, alike, stacks_of
+from preheat.lora.matrix import read_matrix
 from preheat.model.mlp_specs import MoeSpec
 from preheat.model.sources import open_tensors
 from preheat.model.spec_tree import leaves
@@ -372,7 +371,7 @@ def _read_module(
     """Return the factors of one module, or of a stack of modules, and their digest."""
     scale, digest = rules.scale_of(each.parameter), hashlib.sha256()
     digest.update(f"{each.key} {scale.hex()}".encode())
-    a, b = (_matrix(file, name, dtype, digest) for name in _tensors(each))
+    a, b = (read_matrix(file, name, dtype, digest) for name in _tensors(each))
     largest = max(1.0, a.largest, b.largest)
     if abs(scale) * largest > torch.finfo(torch.float32).max:  # the product is in float32, whatever the dtype
         raise AdapterError(
@@ -380,39 +379,3 @@ def _read_module(
             "float32: make lora_alpha smaller"
         )
     return dict(each.split(a.numbers, b.numbers, scale)), digest.digest()
-
-
-class _Matrix(NamedTuple):
-    """A matrix of an adapter, and the largest magnitude in it."""
-
-    numbers: Tensor
-    largest: float
-
-
-def _matrix(file: Any, name: str, dtype: torch.dtype, digest: Any) -> _Matrix:
-    """Return the tensor ``name`` in ``dtype``; add its numbers to ``digest``. Raises AdapterError if one is not finite.
-
-    The work is numpy's, on this thread: torch would share each small operation among all threads of the process, and a
-    busy machine makes them wait for each other.
-    """
-    stored = file.get_tensor(name).contiguous()
-    # A copy: the file is mapped, and may be written to while the adapter is served.
-    stored = torch.from_numpy(stored.view(torch.uint8).numpy().copy()).view(stored.dtype).view(stored.shape)
-    digest.update(f" {stored.dtype} {list(stored.shape)} ".encode())
-    digest.update(stored.view(torch.uint8).numpy().data)
-    numbers = stored.to(dtype)
-    largest = _largest(numbers)
-    if not math.isfinite(largest):
-        raise AdapterError(f"tensor {name} is not finite in {numbers.dtype}: save the adapter again")
-    return _Matrix(numbers, largest)
-
-
-def _largest(numbers: Tensor) -> float:
-    """Return the largest magnitude: infinite or not a number if any is so.
-
-    Magnitudes have the order of their bits as integers, and numbers that are not finite have the greatest.
-    """
-    size = numbers.element_size()
-    bits = numbers.view(torch.int16 if size == 2 else torch.int32).numpy().view(f"u{size}")
-    most = np.array([(bits & ((1 << 8 * size - 1) - 1)).max()], bits.dtype)
-    return float(torch.from_numpy(most.view(f"i{size}")).view(numbers.dtype))
