@@ -13,6 +13,7 @@ import pytest
 from preheat.backends.base.facts import Facts
 from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.backends.cuda.facts import FACTS as CUDA
+from preheat.backends.cuda.lacking import lacking_terms
 from preheat.backends.hpu.facts import FACTS as HPU
 from preheat.backends.support import DIVIDED, supports
 from preheat.model.shard import shard
@@ -136,3 +137,13 @@ def test_a_refusal_has_the_device_and_the_reason():
     assert found == Refused("not on hpu: ranks have no kernels for quantized layers there")
     found = supports(HPU, dense(None, split=False, adapted=True))
     assert found == WithoutTerms("on hpu: it has no kernels for adapters yet")
+
+
+def test_a_gpu_names_the_experts_whose_terms_it_cannot_add():
+    assert lacking_terms(dense(INT4, split=True, adapted=True)) is None
+    assert lacking_terms(routed(INT4, split=True, adapted=False)) is None
+    assert lacking_terms(routed(None, split=True, adapted=True)) is None
+    assert lacking_terms(routed(INT4, split=True, adapted=True)) == "with this device, quantization and ranks"
+    other = routed(None, split=False, adapted=True)
+    other = replace(other, gate_up=replace(other.gate_up, finish=other.gate_up.finish._replace(activation="gelu")))
+    assert lacking_terms(other) == "with this device and experts with gelu"

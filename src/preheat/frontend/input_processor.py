@@ -48,11 +48,11 @@ if TYPE_CHECKING:
 class InputProcessor:
     """Maker of requests for one model.
 
-    ``limits`` returns the engine's limits, or raises while it takes no requests.
-    ``recommended`` are sampling defaults by parameter, see :func:`recommended_params`. ``max_logprobs`` bounds the
-    alternatives per position. ``seed`` seeds the draw of seeds for requests without one. ``images``: of a model that
-    sees images. ``priorities``: requests may have a priority. ``reasoning``: how the model reasons; None: unknown.
-    ``long_texts``: the rule of texts in chunks, if there are any.
+    ``limits`` returns the engine's limits, or raises while it takes no requests. ``recommended`` are sampling
+    defaults by parameter, see :func:`preheat.frontend.params_checker.recommended_params`. ``max_logprobs`` bounds
+    the alternatives per position. ``seed`` seeds the draw of seeds for requests without one. ``images``: of a model
+    that sees images. ``priorities``: requests may have a priority. ``reasoning``: how the model reasons; None:
+    unknown. ``long_texts``: the rule of texts in chunks, if there are any.
     """
 
     def __init__(

@@ -36,7 +36,7 @@ from preheat.backends.cuda.embedding import embed, sum_rows, take_rows
 from preheat.backends.cuda.facts import FACTS
 from preheat.backends.cuda.gate import gated
 from preheat.backends.cuda.graph import CudaGraphs, Pool
-from preheat.backends.cuda.lacking import lacking
+from preheat.backends.cuda.lacking import lacking, lacking_terms
 from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.lora import CudaAdapters
 from preheat.backends.cuda.matmul.heads import HeadsLayer
@@ -133,20 +133,12 @@ class CudaBackend:
         return None
 
     def supports(self, value: Value) -> Support:
-        """Return the support for ``value``.
-
-        Quantized experts that ranks share are supported without terms only: there are no kernels for their terms.
-        """
+        """Return the support for ``value``."""
         if reason := lacking(card_at(self.device), value):
             return Refused(reason)
         found = supports(self.facts, value)
-        down = value.down if isinstance(value, Experts) else None
-        if down and down.terms and down.order.is_split and down.weight.scheme and isinstance(found, Ok):
-            return WithoutTerms("with this device, quantization and ranks")
-        activation = value.gate_up.finish.activation if isinstance(value, Experts) else None
-        if down and down.terms and activation not in (None, "silu_and_mul") and isinstance(found, Ok):
-            return WithoutTerms(f"with this device and experts with {activation}")
-        return found
+        reason = lacking_terms(value) if isinstance(found, Ok) else None
+        return found if reason is None else WithoutTerms(reason)
 
     def supports_bfloat16(self) -> bool:
         """Return True: every accepted GPU supports it."""

@@ -36,6 +36,19 @@ def lacking(card: Card, value: Value) -> str | None:
     return None
 
 
+def lacking_terms(value: Value) -> str | None:
+    """Return why a GPU cannot add the terms of ``value``, or None.
+
+    There are no kernels for the terms of quantized experts that ranks share, nor of experts with another activation.
+    """
+    if not isinstance(value, Experts) or not value.down.terms:
+        return None
+    if value.down.order.is_split and value.down.weight.scheme is not None:
+        return "with this device, quantization and ranks"
+    activation = value.gate_up.finish.activation or "silu_and_mul"
+    return None if activation == "silu_and_mul" else f"with this device and experts with {activation}"
+
+
 def _recurrence(value: Recurrence) -> str | None:
     if KEYS[0] <= value.key_dim <= KEYS[1] and VALUES[0] <= value.value_dim <= VALUES[1]:
         return None
