@@ -14,10 +14,14 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import pytest
 
+from preheat.core import SAMPLING_FIELDS, SamplingParams
+from preheat.server.messages_schema import MessagesRequest
+from preheat.server.responses_schema import ResponsesRequest
+from preheat.server.schema import ChatRequest, CompletionRequest
 from tests.api.conftest import ROOT, Server, serving
 from tests.api.scripted import HANG
 
@@ -118,8 +122,43 @@ REFUSED = [
     ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template", "--chat-template"),
     ({"messages": MESSAGES, "chat_template_kwargs": {"messages": 1}}, "chat_template_kwargs", "cannot be set"),
     ({"messages": MESSAGES, "top_logprobs": 1}, "top_logprobs", "needs logprobs"),
-    ({"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "differ"),
+    ({"messages": MESSAGES, "max_tokens": 1, "max_completion_tokens": 2}, "max_tokens", "max_tokens and max"),
+    ({"messages": [{"role": "user", "content": "x" * 5000}]}, "messages", "maximum context length"),
+    ({"messages": MESSAGES, "max_completion_tokens": 4096}, "max_completion_tokens", "reduce max_completion_tokens."),
+    ({"messages": MESSAGES, "max_tokens": 4096}, "max_tokens", "or reduce max_tokens."),
+    ({"prompt": "x", "n": 2, "best_of": 200}, "best_of", "best_of must be between"),
+    ({"prompt": "x", "echo": True, "logprobs": 21}, "logprobs", "logprobs is 21"),
 ]  # fmt: skip
+
+
+BODIES: dict[str, tuple[type, dict[str, Any], str]] = {
+    COMPLETIONS: (CompletionRequest, {"prompt": "x"}, ""),
+    CHAT: (ChatRequest, {"messages": MESSAGES, "logprobs": True}, ""),
+    "/v1/responses": (ResponsesRequest, {"input": "x", "include": ["message.output_text.logprobs"]}, ""),
+    "/v1/messages": (MessagesRequest, {"messages": MESSAGES, "max_tokens": 1}, ""),
+    "/inference/v1/generate": (SamplingParams, {"token_ids": [5]}, "sampling_params"),
+}
+"""Of each endpoint: the kind that lists its fields of numbers, a body, and the field that has the fields."""
+
+
+@pytest.mark.parametrize("path", BODIES)
+def test_an_error_names_the_field_that_the_client_sent(scripted: Server, path: str) -> None:
+    """A number out of its range is refused by the name that the endpoint has for it, not by the engine's."""
+    kind, body, within = BODIES[path]
+    refused = set()
+    for name, hint in get_type_hints(kind).items():
+        if not {int, float} & {hint, *get_args(hint)} or (within and name not in SAMPLING_FIELDS):
+            continue
+        for number in (10**9 * 3, -(10**9) * 3):
+            given = {name: number}
+            answer = scripted.post(path, body | ({within: given} if within else given))
+            if answer.status == 400:
+                refused.add(name)
+                said = answer.json["error"]["message"]
+                assert name in re.findall(r"\w+", said) or "maximum context length" in said, (name, said)
+                if path != "/v1/messages":  # Anthropic's errors have no param
+                    assert answer.error["param"] == f"{within}.{name}".lstrip("."), (name, said)
+    assert refused & {"max_tokens", "max_completion_tokens", "max_output_tokens"} and "temperature" in refused
 
 
 @pytest.mark.parametrize(("body", "param", "message"), REFUSED, ids=[str(body)[:60] for body, _, _ in REFUSED])

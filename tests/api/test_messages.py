@@ -151,6 +151,8 @@ def test_errors_have_its_shape(client: anthropic.Anthropic, folder: Path) -> Non
     with pytest.raises(anthropic.BadRequestError) as error:
         ask(client, "x", extra_body={"top_k": -5})
     assert error.value.body["error"]["type"] == "invalid_request_error" and "top_k" in error.value.message
+    with pytest.raises(anthropic.BadRequestError, match="stop_sequences must not contain"):
+        ask(client, "x", stop_sequences=[""])
     with pytest.raises(anthropic.BadRequestError, match="'image'"):
         ask(client, [*user([{"type": "image", "source": {}}])])
     with serving(str(folder), api_key=["secret"], served_model_name=["m"]) as server:

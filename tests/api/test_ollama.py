@@ -66,7 +66,10 @@ def test_options_are_sampling_fields(client: Any, door: Server) -> None:
     assert answer.status == 200
     assert answer.headers["x-ignored-fields"] == "keep_alive, options.num_ctx, options.odd"
     assert "x-ignored-fields" not in door.post("/api/generate", {"model": "m", "prompt": "Hi"}).headers
-    for options, said in (({"top_p": 7}, "top_p"), ({"mirostat": 1}, "options.mirostat"), ({"seed": "x"}, "seed")):
+    for options, said in (
+        ({"top_p": 7}, "^options.top_p must"), ({"mirostat": 1}, "options.mirostat"), ({"seed": "x"}, "^options.seed"),
+        ({"num_predict": 0}, "^options.num_predict must be between"), ({"stop": [""]}, "^options.stop must"),
+    ):  # fmt: skip
         with pytest.raises(ollama.ResponseError, match=said) as error:
             client.generate("m", "Hi", options=options)
         assert error.value.status_code == 400

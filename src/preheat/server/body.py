@@ -14,6 +14,7 @@ from starlette.requests import Request
 from preheat.errors import InvalidRequest, SlowRequest, TooLarge
 from preheat.frontend.frontend import Frontend
 from preheat.server.decoding import decode
+from preheat.server.field_names import note_names
 from preheat.server.ignored import ignore, names_for
 from preheat.server.middleware import name_request
 from preheat.server.schema import ForModel
@@ -63,6 +64,7 @@ async def read_json(request: Request, kind: type[Body], default: bytes = b"") ->
     ignored = names_for(request)
     body = await in_turn(request, len(data), partial(decode, data, kind, ignored))
     ignore(request, ignored or ())
+    note_names(request.scope, body)
     return body
 
 

@@ -84,9 +84,10 @@ def _naming_conversation(place: int) -> Iterator[None]:
     try:
         yield
     except InvalidRequest as error:
-        if error.param is None or not error.param.startswith("messages"):
+        param = "messages" if error.param == "prompt" else error.param
+        if param is None or not param.startswith("messages"):
             raise
-        param = f"messages[{place}]{error.param.removeprefix('messages')}"
+        param = f"messages[{place}]{param.removeprefix('messages')}"
         raise type(error)(f"messages[{place}]: {error.message}", param=param) from error
 
 

@@ -8,7 +8,7 @@ from msgspec import Meta, Struct, UnsetType
 
 from preheat.errors import InvalidRequest
 from preheat.server.answers import Usage
-from preheat.server.schema import ForModel, Name, accepted, rejected
+from preheat.server.schema import ForModel, Name, Spelled, accepted, rejected
 from preheat.utils.json_size import MOST_IDS
 
 
@@ -114,6 +114,8 @@ class RerankRequest(Activated, kw_only=True):
 
     With ``top_n`` 0 all documents are returned. Only the first ``max_tokens_per_doc`` tokens of a document count.
     """
+
+    spelled: ClassVar[Spelled] = {"truncate_prompt_tokens": ("truncate_prompt_tokens", "max_tokens_per_doc")}
 
     query: str | TextItem
     documents: list[str | TextItem]

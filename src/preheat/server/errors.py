@@ -8,6 +8,7 @@ from starlette.responses import Response
 
 from preheat.errors import InvalidRequest, PreheatError
 from preheat.server.answers import encode
+from preheat.server.field_names import names_of, respelled
 from preheat.server.schema import ErrorBody, ErrorResponse
 
 RETRY = {"retry-after": "1"}
@@ -70,7 +71,7 @@ def error_response(error: PreheatError, path: str = "") -> Response:
 
 
 async def _rejected(request: Request, error: PreheatError) -> Response:
-    return error_response(error, request.url.path)
+    return error_response(respelled(error, names_of(request.scope)), request.url.path)
 
 
 _NOT_SERVED = {

@@ -29,7 +29,7 @@ from preheat.server.middleware import request_id
 from preheat.server.params import TokenIds, chat_logprobs, prepared, prompt_logprobs_of
 from preheat.server.relay_wire import BEAT_SECONDS, LOST, MEDIA, Hello, Sent, frame, framed
 from preheat.server.running import RunningRequests
-from preheat.server.schema import ForModel, KvTransferParams, StreamOptions, only
+from preheat.server.schema import ForModel, KvTransferParams, Spelled, StreamOptions, only
 from preheat.server.service import Service
 from preheat.server.stream import Writer, event_of
 from preheat.server.turns import in_turn
@@ -46,6 +46,9 @@ class GenerateRequest(ForModel, kw_only=True):
     """POST /inference/v1/generate, as vLLM's clients send it."""
 
     most_values: ClassVar[int] = MOST_IDS
+    spelled: ClassVar[Spelled] = {
+        **{name: (f"sampling_params.{name}",) for name in SAMPLING_FIELDS}, "prompt": ("token_ids",)
+    }  # fmt: skip
 
     token_ids: list[int]
     sampling_params: dict[str, Any] = {}

@@ -74,8 +74,8 @@ async def count_tokens(request: Request) -> Response:
 
 def _talk(body: CountRequest) -> Conversation:
     told = [{"role": "system", "content": _text(body.system)}] if body.system else []
-    for message in body.messages:
-        told += _plain(message)
+    for place, message in enumerate(body.messages):
+        told += _plain(message, f"messages[{place}]")
     variables, hints = dict(body.chat_template_kwargs or {}), dict[str, tuple[str, ...]]()
     if body.thinking is not None:
         for name in THINKING:
@@ -93,8 +93,11 @@ def _structured(body: CountRequest) -> StructuredOutputsParams | None:
 
     Raises InvalidRequest for an unsupported schema.
     """
-    asked = (body.output_config and body.output_config.format) or body.output_format
-    return constraint({"json": asked.schema}, "output_config.format.schema") if asked else None
+    if body.output_config is not None and body.output_config.format is not None:
+        return constraint({"json": body.output_config.format.schema}, "output_config.format.schema")
+    return (
+        None if body.output_format is None else constraint({"json": body.output_format.schema}, "output_format.schema")
+    )
 
 
 def _tools(body: CountRequest) -> list[dict[str, Any]]:
@@ -124,8 +127,8 @@ def _choice(body: CountRequest) -> ToolChoice:
     return tool_choice(_tools(body), mode, not asked.disable_parallel_tool_use)
 
 
-def _plain(message: InputMessage) -> list[dict[str, Any]]:
-    """Return a message in the form of chat templates.
+def _plain(message: InputMessage, at: str) -> list[dict[str, Any]]:
+    """Return a message, ``at`` a place of the body, in the form of chat templates.
 
     Tool results come first, as messages of their own.
     """
@@ -133,14 +136,15 @@ def _plain(message: InputMessage) -> list[dict[str, Any]]:
         return [{"role": message.role, "content": message.content}]
     told, texts, thought = [], [], ""
     plain: dict[str, Any] = {"role": message.role}
-    for block in message.content:
+    for place, block in enumerate(message.content):
         match block:
             case TextBlock():
                 texts.append(block.text)
             case ThinkingBlock():
                 thought = block.thinking
             case ToolUseBlock():
-                plain["tool_calls"] = [*plain.get("tool_calls", ()), call_of(block.id, block.name, block.input, "")]
+                call = call_of(block.id, block.name, block.input, f"{at}.content[{place}]")
+                plain["tool_calls"] = [*plain.get("tool_calls", ()), call]
             case ToolResultBlock():
                 told.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or "")})
     plain["content"] = "\n".join(texts)

@@ -5,11 +5,11 @@ See :mod:`preheat.server.schema`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import Struct
 
-from preheat.server.schema import ForModel, accepted, hint, hinted, only, rejected
+from preheat.server.schema import ForModel, Spelled, accepted, hint, hinted, only, rejected
 
 
 @accepted("cache_control citations")
@@ -106,6 +106,11 @@ class OutputConfig(Struct, forbid_unknown_fields=True):
 class CountRequest(ForModel, kw_only=True):
     """POST /v1/messages/count_tokens."""
 
+    spelled: ClassVar[Spelled] = {
+        "prompt": ("messages",),
+        "structured_outputs": ("output_config.format", "output_format", "tools"),
+    }
+
     messages: list[InputMessage]
     system: str | list[TextOnly] | None = None
     tools: list[MessagesTool] | None = None
@@ -118,6 +123,8 @@ class CountRequest(ForModel, kw_only=True):
 
 class MessagesRequest(CountRequest, kw_only=True):
     """POST /v1/messages. Templates decide whether the model thinks: see ``chat_template_kwargs``."""
+
+    spelled: ClassVar[Spelled] = {**CountRequest.spelled, "stop": ("stop_sequences",)}
 
     max_tokens: int
     stop_sequences: list[str] | None = None

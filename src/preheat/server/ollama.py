@@ -31,6 +31,7 @@ from preheat.server.errors import ollama_error
 from preheat.server.ignored import ignore
 from preheat.server.ollama_models import served_name
 from preheat.server.ollama_schema import (
+    SAMPLING_OPTIONS,
     OllamaAnswerMessage,
     OllamaChatAnswer,
     OllamaChatRequest,
@@ -49,13 +50,6 @@ from preheat.server.params import prepared
 from preheat.server.structured import converted
 
 Body = TypeVar("Body", bound=OllamaRequest)
-
-_SAMPLING = {
-    "num_predict": "max_tokens", "seed": "seed", "temperature": "temperature", "top_k": "top_k", "top_p": "top_p",
-    "min_p": "min_p", "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
-    "frequency_penalty": "frequency_penalty", "stop": "stop",
-}  # fmt: skip
-"""The options that are sampling fields, and the names of the fields."""
 
 _IDLE = {"mirostat": 0, "typical_p": 1, "tfs_z": 1}
 """Options for unsupported sampling methods, with the values that switch each off."""
@@ -130,8 +124,8 @@ def _params(request: Request, frontend: Frontend, body: OllamaGenerating) -> Sam
     for name, idle in _IDLE.items():
         if options.pop(name, idle) != idle:
             raise InvalidRequest(f"options.{name} is not supported: leave it out", param=f"options.{name}")
-    ignore(request, [f"options.{name}" for name in options if name not in _SAMPLING])
-    given = {field: options[name] for name, field in _SAMPLING.items() if name in options}
+    ignore(request, [f"options.{name}" for name in options if name not in SAMPLING_OPTIONS])
+    given = {field: options[name] for name, field in SAMPLING_OPTIONS.items() if name in options}
     if isinstance(given.get("max_tokens"), int) and given["max_tokens"] < 0:
         del given["max_tokens"]  # no limit but the model's length
     return frontend.input.params(**given, structured_outputs=_format(body.format))

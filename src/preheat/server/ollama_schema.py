@@ -5,14 +5,21 @@ See :mod:`preheat.server.schema`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from preheat.server.schema import ForModel, only, rejected
+from preheat.server.schema import ForModel, Spelled, only, rejected
 
 Images = list[str]
 """Images in base64."""
+
+SAMPLING_OPTIONS = {
+    "num_predict": "max_tokens", "seed": "seed", "temperature": "temperature", "top_k": "top_k", "top_p": "top_p",
+    "min_p": "min_p", "repeat_penalty": "repetition_penalty", "presence_penalty": "presence_penalty",
+    "frequency_penalty": "frequency_penalty", "stop": "stop",
+}  # fmt: skip
+"""The options that are sampling fields, and the names of the fields."""
 
 
 class OllamaFunction(Struct, forbid_unknown_fields=True):
@@ -58,6 +65,12 @@ class OllamaGenerating(OllamaRequest, kw_only=True):
     The answer is streamed unless ``stream`` is false. ``format`` is "json", or a JSON schema.
     """
 
+    spelled: ClassVar[Spelled] = {
+        **{field: (f"options.{name}",) for name, field in SAMPLING_OPTIONS.items()},
+        "structured_outputs": ("format",),
+        "chat_template_kwargs": ("think",),
+    }
+
     stream: bool | None = None
     format: str | dict[str, Any] | None = None
     think: bool | Literal["low", "medium", "high"] | None = None
@@ -70,6 +83,10 @@ class OllamaGenerating(OllamaRequest, kw_only=True):
 class OllamaChatRequest(OllamaGenerating, kw_only=True):
     """POST /api/chat."""
 
+    spelled: ClassVar[Spelled] = {
+        **OllamaGenerating.spelled, "prompt": ("messages",), "structured_outputs": ("format", "tools")
+    }  # fmt: skip
+
     messages: list[OllamaMessage] | None = None
     tools: list[dict[str, Any]] | None = None
 
@@ -77,6 +94,8 @@ class OllamaChatRequest(OllamaGenerating, kw_only=True):
 @rejected("template width height steps")
 class OllamaGenerateRequest(OllamaGenerating, kw_only=True):
     """POST /api/generate. With ``raw`` the prompt is used without the chat template."""
+
+    spelled: ClassVar[Spelled] = {**OllamaGenerating.spelled, "messages": ("prompt",)}
 
     prompt: str | None = None
     system: str | None = None

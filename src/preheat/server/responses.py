@@ -437,7 +437,7 @@ class _BackgroundWriter(_ResponsesWriter):
         if error is None:
             await self._service.turns.answer(self.values(self.state), lambda: encode(self.whole()))
         else:
-            self._fail(error)
+            self._fail(self.told(error))
             self._keep()
 
 

@@ -5,11 +5,11 @@ See :mod:`preheat.server.schema`.
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from preheat.server.schema import SAMPLING_HINTS, ForModel, Name, accepted, hinted, only, rejected, with_fields
+from preheat.server.schema import SAMPLING_HINTS, ForModel, Name, Spelled, accepted, hinted, only, rejected, with_fields
 
 
 class TextFormat(Struct, forbid_unknown_fields=True):
@@ -80,6 +80,14 @@ Include = Literal[
 @rejected("conversation prompt context_management previous_input_messages previous_response mm_processor_kwargs")
 class ResponsesRequest(ForModel, kw_only=True):
     """POST /v1/responses. ``input`` is a text, or a list of messages, function calls and their outputs."""
+
+    spelled: ClassVar[Spelled] = {
+        "max_tokens": ("max_output_tokens",),
+        "logprobs": ("top_logprobs",),
+        "prompt": ("input",),
+        "messages": ("input",),
+        "structured_outputs": ("structured_outputs", "text.format", "tools"),
+    }
 
     input: str | list[dict[str, Any]]
     instructions: str | None = None

@@ -54,6 +54,9 @@ def hint(*values: object) -> Meta:
     return Meta(description=f"Ignored, and named in X-Ignored-Fields, unless it is {allowed}.", extra={IDLE: values})
 
 
+Spelled = Mapping[str, tuple[str, ...]]
+"""A body's own names of the engine's fields, as paths; see :mod:`preheat.server.field_names`."""
+
 IDLE = "idle values"
 _INERT = Annotated[Any, Meta(description="Accepted; changes nothing.")]
 
@@ -65,6 +68,7 @@ class ForModel(Struct, kw_only=True, forbid_unknown_fields=True):
     """
 
     most_values: ClassVar[int] = MOST_VALUES
+    spelled: ClassVar[Spelled] = {}
 
     model: Name | None = None
     request_id: Annotated[str, Meta(pattern=f"^{REQUEST_ID}$")] | None = None
@@ -197,6 +201,12 @@ class Sampling(ForModel, kw_only=True):
     ``spaces_between_special_tokens`` changes nothing: a text has the spaces of its tokens.
     """
 
+    spelled: ClassVar[Spelled] = {
+        "structured_outputs": (
+            "structured_outputs", "response_format", "guided_json", "guided_regex", "guided_choice", "guided_grammar",
+        ),
+    }  # fmt: skip
+
     n: int | None = None
     max_tokens: int | None = None
     stream: bool | None = None
@@ -235,6 +245,9 @@ class CompletionRequest(Sampling, kw_only=True):
     """
 
     most_values: ClassVar[int] = MOST_IDS
+    spelled: ClassVar[Spelled] = {
+        **Sampling.spelled, "n": ("best_of", "n"), "prompt_logprobs": ("prompt_logprobs", "logprobs")
+    }  # fmt: skip
 
     prompt: str | list[str | int | list[int]] | None = None
     prompt_embeds: str | list[str] | None = None
@@ -342,6 +355,13 @@ class ChatRequest(Sampling, kw_only=True):
     the template of the model (``--trust-request-chat-template``).
     """
 
+    spelled: ClassVar[Spelled] = {
+        "max_tokens": ("max_completion_tokens", "max_tokens"),
+        "logprobs": ("top_logprobs",),
+        "prompt": ("messages",),
+        "structured_outputs": (*Sampling.spelled["structured_outputs"], "tools"),
+    }
+
     messages: list[Message]
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
@@ -377,6 +397,8 @@ class BatchChatRequest(ChatRequest, kw_only=True):
 
 class TokenizeRequest(ForModel, kw_only=True):
     """POST /tokenize: a ``prompt``, or the ``messages`` of a conversation."""
+
+    spelled: ClassVar[Spelled] = {"prompt": ("prompt", "messages")}
 
     prompt: str | None = None
     messages: list[Message] | None = None

@@ -20,6 +20,7 @@ from preheat.frontend.answer_format import AnswerFormat
 from preheat.frontend.request_state import Choice, OutputDelta, RequestState
 from preheat.server.answers import CompletionTokensDetails, PromptTokensDetails, Usage, encode
 from preheat.server.errors import error_body
+from preheat.server.field_names import names_of, respelled
 from preheat.server.kv_transfer import offered
 from preheat.server.middleware import request_id
 from preheat.server.params import TokenIds
@@ -78,12 +79,16 @@ class WholeWriter(ABC):
 
     def __init__(self, request: Request, states: Sequence[RequestState]) -> None:
         self._service: Service = request.app.state.service
-        self._frontend, self._states = self._service.frontend, states
+        self._frontend, self._states, self._names_sent = self._service.frontend, states, names_of(request.scope)
 
     @property
     def states(self) -> Sequence[RequestState]:
         """The requests that it runs."""
         return self._states
+
+    def told(self, error: PreheatError) -> PreheatError:
+        """Return ``error`` with the names of fields that the client sent."""
+        return respelled(error, self._names_sent)
 
     @abstractmethod
     def whole(self) -> Struct | dict[str, Any] | list[Any]:
@@ -197,7 +202,7 @@ class Writer(WholeWriter):
             body = b""
             if not await _chosen([each for each in due if not each[1].sent_end], self._is_due):
                 await running.change()
-        error = next((state.error for state in self._states if state.error), None)
+        error = next((self.told(state.error) for state in self._states if state.error), None)
         await send_pieces(body + self.closing(error), send, last=True)
 
     def _is_due(self, choice: Choice) -> bool:

@@ -6,12 +6,16 @@ from typing import Any, ClassVar, Literal
 
 from msgspec import UNSET, Struct, UnsetType
 
-from preheat.server.schema import ForModel, Name
+from preheat.server.schema import ForModel, Name, Spelled
 from preheat.utils.json_size import MOST_IDS
 
 
 class Cut(ForModel, kw_only=True):
     """Fields of all bodies: with ``truncate`` a text that is too long is cut on the side ``truncation_direction``."""
+
+    spelled: ClassVar[Spelled] = {
+        "truncate_prompt_tokens": ("truncate",), "truncation_side": ("truncation_direction",), "prompt": ("inputs",)
+    }  # fmt: skip
 
     truncate: bool | None = None
     truncation_direction: Literal["Left", "Right", "left", "right"] | None = None
@@ -64,12 +68,19 @@ class SimilarityOptions(Struct, forbid_unknown_fields=True):
 class SimilarityRequest(ForModel, kw_only=True):
     """POST /similarity: the cosines of a sentence's embedding and the embeddings of others."""
 
+    spelled: ClassVar[Spelled] = {
+        **{field: tuple(f"parameters.{name}" for name in names) for field, names in Cut.spelled.items()},
+        "prompt": ("inputs",),
+    }
+
     inputs: Compared
     parameters: SimilarityOptions | None = None
 
 
 class TokenizeTextsRequest(ForModel, kw_only=True):
     """POST /tokenize with ``inputs``."""
+
+    spelled: ClassVar[Spelled] = {"prompt": ("inputs",)}
 
     inputs: str | list[str]
     add_special_tokens: bool | None = None
@@ -104,6 +115,8 @@ class PredictRequest(Cut, kw_only=True):
 
 class RerankTextsRequest(Cut, kw_only=True):
     """POST /rerank with TEI's ``texts`` in place of documents."""
+
+    spelled: ClassVar[Spelled] = {**Cut.spelled, "prompt": ("texts",)}
 
     query: str
     texts: list[str]
