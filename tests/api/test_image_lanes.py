@@ -15,11 +15,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from starlette.requests import ClientDisconnect, Request
 
-from preheat.errors import InvalidRequest
+from preheat.errors import ContextTooLong, InvalidRequest
 from preheat.frontend.image_config import PixelConfig
 from preheat.frontend.image_decoder import Decoder
-from preheat.frontend.image_processes import ImageProcesses
+from preheat.frontend.image_processes import ImageProcesses, job_of
 from preheat.frontend.media import MediaReader
+from preheat.frontend.room import Room
 from preheat.server import image_lanes
 from preheat.server.fair_share import FairShare, client_of
 from preheat.server.image_lanes import ImageLanes
@@ -29,6 +30,10 @@ CONFIG = PixelConfig(
     shortest_edge=28, height=None, width=None, resample=3, crop=(28, 28), rescale=None, mean=None, std=None
 )
 MOST = 40_000_000
+
+
+def room() -> Room:
+    return Room(1 << 20, lambda positions: ContextTooLong(f"{positions}"))
 
 
 # --- shares ---
@@ -106,7 +111,7 @@ def images() -> types.SimpleNamespace:
     processes = ImageProcesses(decoder)
     processes.warm_up()
     reader = MediaReader(max_bytes=1 << 25, timeout=5)
-    return types.SimpleNamespace(decoder=decoder, processes=processes, reader=reader)
+    return types.SimpleNamespace(decoder=decoder, processes=processes, reader=reader, tokens=1)
 
 
 class Client:
@@ -140,7 +145,7 @@ def test_a_client_is_its_address_and_its_key():
 
 def test_images_equal_the_decoders_in_order(images):
     async def scenario() -> None:
-        found = await ImageLanes(images).load(Client("a").request(), [SMALL, LARGE, SMALL])
+        found = await ImageLanes(images).load(Client("a").request(), [SMALL, LARGE, SMALL], room())
         assert found == [images.decoder.decode(images.reader.read(each)) for each in (SMALL, LARGE, SMALL)]
 
     asyncio.run(scenario())
@@ -153,7 +158,7 @@ def test_an_error_of_an_image_reaches_its_client(images):
             ("data:image/png;base64,AAAA", "no PNG"), ("data:text", "must begin"), (url(9000, 9000), "larger than the")
         ):  # fmt: skip
             with pytest.raises(InvalidRequest, match=message):
-                await lanes.load(client.request(), [bad])
+                await lanes.load(client.request(), [bad], room())
 
     asyncio.run(scenario())
 
@@ -186,10 +191,10 @@ def test_fetched_images_of_one_client_hold_up_neither_sent_nor_fetched_ones_of_a
 
     async def scenario() -> None:
         lanes = ImageLanes(images)
-        slow_ones = [asyncio.create_task(lanes.load(Client("a").request(), ["http://slow/"])) for _ in range(9)]
+        slow_ones = [asyncio.create_task(lanes.load(Client("a").request(), ["http://slow/"], room())) for _ in range(9)]
         assert await until_in_loop(lambda: count() == 2)
-        await asyncio.wait_for(lanes.load(Client("b").request(), [SMALL]), 60)
-        quick = asyncio.create_task(lanes.load(Client("b").request(), ["http://quick/"]))
+        await asyncio.wait_for(lanes.load(Client("b").request(), [SMALL], room()), 60)
+        quick = asyncio.create_task(lanes.load(Client("b").request(), ["http://quick/"], room()))
         await asyncio.sleep(0.1)
         assert count() == 2 and not quick.done()
         turns.release(3)
@@ -212,14 +217,14 @@ def test_the_work_of_a_client_that_leaves_ends(images):
         stopped = [helper._process for helper in list(images.processes.small._idle.queue)]
         for process in stopped:
             process.send_signal(19)
-        tasks = [asyncio.create_task(lanes.load(client.request(), [SMALL])) for _ in range(5)]
+        tasks = [asyncio.create_task(lanes.load(client.request(), [SMALL], room())) for _ in range(5)]
         await asyncio.sleep(0.2)
         assert not any(task.done() for task in tasks)
         client.left.set()
         left = await asyncio.wait_for(asyncio.gather(*tasks, return_exceptions=True), 60)
         assert [type(each) for each in left] == [ClientDisconnect] * 5
         assert await until_in_loop(lambda: all(process.poll() is not None for process in stopped))
-        assert await asyncio.wait_for(lanes.load(Client("b").request(), [SMALL]), 60)
+        assert await asyncio.wait_for(lanes.load(Client("b").request(), [SMALL], room()), 60)
 
     asyncio.run(scenario())
 
@@ -228,15 +233,15 @@ def test_a_request_that_is_cancelled_ends_its_work(images):
     async def scenario() -> None:
         lanes, client = ImageLanes(images), Client("a")
         for helper in list(images.processes.small._idle.queue):
-            helper.run(b"")  # it may have been given up before
+            helper.run(job_of(b"", None))  # it may have been given up before
             helper._process.send_signal(19)
-        task = asyncio.create_task(lanes.load(client.request(), [SMALL]))
+        task = asyncio.create_task(lanes.load(client.request(), [SMALL], room()))
         await asyncio.sleep(0.2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await asyncio.wait_for(task, 60)
         for helper in list(images.processes.small._idle.queue):
             helper._process.send_signal(18)
-        assert await asyncio.wait_for(lanes.load(client.request(), [SMALL]), 60)
+        assert await asyncio.wait_for(lanes.load(client.request(), [SMALL], room()), 60)
 
     asyncio.run(scenario())

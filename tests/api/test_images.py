@@ -151,4 +151,4 @@ def test_the_dummy_image_can_be_decoded(tmp_path):
     config = PixelConfig.read(tmp_path)
     assert config is not None
     images = Images(config, MediaReader(max_bytes=1000, timeout=1), size=SIZE, tokens=1, token_id=0, max_pixels=9999)
-    assert len(images.load([dummy_requests.PIXEL])[0].pixels) == 4 * 3 * SIZE * SIZE
+    assert len(images.decode(images.read(dummy_requests.PIXEL)).pixels) == 4 * 3 * SIZE * SIZE

@@ -180,9 +180,8 @@ def test_an_image_in_a_process_of_its_own(llm):
     """A server decodes in other processes, with the same pixels and hash."""
     images = llm.frontend.images
     decoded = make_work(pickle.dumps((images.decoder.config, images.decoder.max_pixels, 1 << 20, None)))
-    found = msgspec.msgpack.decode(
-        decoded(base64.b64decode(data_url(A).partition(",")[2])), type=image_processes._Answer
-    )
+    job = image_processes.job_of(base64.b64decode(data_url(A).partition(",")[2]), None)
+    found = msgspec.msgpack.decode(decoded(job), type=image_processes._Answer)
     assert found.image == images.decode(A) and found.image.grid == images.decode(A).grid
 
 

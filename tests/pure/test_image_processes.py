@@ -7,20 +7,36 @@ from __future__ import annotations
 
 import io
 import os
+import pickle
 import struct
+import types
 import zlib
 from contextlib import suppress
 from pathlib import Path
 
 import PIL.Image
+import PIL.ImageFile
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preheat.errors import InvalidRequest
+from preheat.errors import ContextTooLong, InvalidRequest
+from preheat.frontend.grid_config import GridConfig
 from preheat.frontend.image_config import CLIP_MEAN, CLIP_STD, PixelConfig
-from preheat.frontend.image_decoder import FORMATS, MAX_SCANS, Decoder, TooManyPixels, samples, scans_of
-from preheat.frontend.image_processes import ImageProcesses, decode
+from preheat.frontend.image_decoder import (
+    FORMATS,
+    MAX_SCANS,
+    Decoder,
+    TooManyPixels,
+    TooManyPositions,
+    samples,
+    scans_of,
+)
+from preheat.frontend.image_processes import ImageProcesses, decode, make_work
+from preheat.frontend.images import Images
+from preheat.frontend.media import MediaReader
+from preheat.frontend.room import Room
+from preheat.frontend.video import Frames, VideoConfig
 
 SOS = 0xDA
 MOST = 4_000_000
@@ -181,3 +197,41 @@ def test_a_bomb_is_an_error_or_an_image_in_bounded_time_and_memory(processes, na
 
 def test_every_format_has_a_sample():
     assert [PIL.Image.open(io.BytesIO(sample)).format for sample in samples()] == list(FORMATS)
+
+
+PLAIN = PixelConfig(
+    shortest_edge=None, height=None, width=None, resample=3, crop=None, rescale=None, mean=None, std=None
+)
+
+
+@pytest.mark.parametrize(
+    ("sources", "least", "opened"),
+    [
+        ([Frames("frame", "frame", 400)] * 200, 20_000, 0),
+        ([Frames("frame", "frame", 2), Frames("frame", "frame", 2)], 200, 2),
+        (["frame"] * 500, 200, 1),
+    ],
+    ids=["a video", "two videos", "images"],
+)
+def test_what_cannot_fit_in_a_prompt_is_refused_before_it_is_decoded(monkeypatch, sources, least, opened):
+    """The frames of a long video are not decoded one after the other, to be refused together at the end."""
+    config = GridConfig(pixels=PLAIN, patch=16, merge=2, least=32 * 32, most=MOST)
+    video = VideoConfig(least=32 * 32, most=400 * MOST, unit=32, frame=MOST)
+    reader = MediaReader(max_bytes=1 << 20, timeout=1)
+    images = Images(config, reader, size=0, tokens=1, token_id=0, max_pixels=MOST, video=video)
+    frame, loads = photograph(320, 320), []
+    monkeypatch.setattr(reader, "read", lambda _: frame)
+    load = PIL.ImageFile.ImageFile.load
+    monkeypatch.setattr(PIL.ImageFile.ImageFile, "load", lambda self: loads.append(self) or load(self))
+    with pytest.raises(ContextTooLong, match=f"^{least} positions"):
+        images.load(sources, Room(150, lambda positions: ContextTooLong(f"{positions} positions")))
+    assert len({id(each) for each in loads}) == opened
+    assert decoded_alone(images.decoder, frame, 99) == 100
+
+
+def decoded_alone(decoder: Decoder, data: bytes, room: int) -> int:
+    """Return the positions for which a process of its own finds no ``room``."""
+    work = make_work(pickle.dumps((decoder.config, decoder.max_pixels, MOST, decoder.video)))
+    with pytest.raises(TooManyPositions) as refused:
+        decode(types.SimpleNamespace(run=work), data, room)
+    return refused.value.positions

@@ -20,6 +20,7 @@ from preheat.errors import ContextTooLong, InvalidRequest
 from preheat.frontend import encoding
 from preheat.frontend.encoding import TextBound
 from preheat.frontend.input_processor import InputProcessor
+from preheat.frontend.prompt_length import check_prompt_length, room_for_images
 from preheat.frontend.token_length import chars_per_token
 from preheat.frontend.tokenizer import Tokenizer
 from tests.tokenizers import byte_level, sentencepiece
@@ -218,3 +219,14 @@ def longest_pause(tokenizer: Tokenizer, text: str) -> float:
     done.set()
     watcher.join()
     return max(pauses) / took
+
+
+@pytest.mark.parametrize("more", [{}, {"spare": 1}, {"max_prompt_len": 40}, {"max_prompt_len": 200, "spare": 1}])
+def test_images_have_as_much_room_as_a_prompt(more: dict[str, int]) -> None:
+    limits = Ready(max_model_len=100, num_blocks=9, block_size=16, seconds=0, **more)
+    room = room_for_images(limits)
+    most = room.left_for("an image")
+    check_prompt_length(most, limits)
+    with pytest.raises(ContextTooLong):
+        check_prompt_length(most + 1, limits)
+    assert f"images that take {most + 1} tokens" in room.lacking("an image", most + 1).message

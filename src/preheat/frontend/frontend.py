@@ -274,7 +274,7 @@ class Frontend:
     def load_images(self, sources: Sequence[Source]) -> list[Image]:
         """Return the images of a request, in order. Raises InvalidRequest. May wait for the network."""
         self.input.check_images(len(sources))
-        return self.images.load(sources) if self.images is not None else []
+        return self.images.load(sources, self.input.room_for_images()) if self.images is not None else []
 
     @property
     def prompt_embeds(self) -> PromptEmbeds:

@@ -64,6 +64,10 @@ class GridConfig:
             )
         return sides[0], sides[1]
 
+    def positions(self, width: int, height: int) -> int:
+        """Return the positions of a prompt that an image takes, by its size after resizing: one for each cell."""
+        return width * height // (self.patch * self.merge) ** 2
+
     def table(self) -> np.ndarray:
         """Return the final value of each 8-bit value, by channel: float32 [channels, 256]."""
         return self.pixels.table()

@@ -81,6 +81,10 @@ class PixelConfig:
         resized = int(self.shortest_edge * long / short)
         return (self.shortest_edge, resized) if width <= height else (resized, self.shortest_edge)
 
+    def positions(self, width: int, height: int) -> int:
+        """Return 0: all images take as many positions, so their number is checked before they are read."""
+        return 0
+
     def table(self) -> np.ndarray:
         """Return the final value of each 8-bit value, by channel: float32 [channels, 256]."""
         values = np.arange(256, dtype=np.uint8)

@@ -8,8 +8,8 @@ steps are a table.
 An image's hash is the hash of the encoder's input: the 8-bit pixels after the crop, the processor's config, and the
 grid of an image of any size. The sender's words about the image are not part of it.
 
-The cost of an image is checked before it is decoded: its pixels and, for a JPEG, its scans. Each scan goes over all
-pixels once more, however few bytes it has.
+The cost of an image is checked before it is decoded: its pixels, its positions in a prompt and, for a JPEG,
+its scans. Each scan goes over all pixels once more, however few bytes it has.
 """
 
 from __future__ import annotations
@@ -56,6 +56,14 @@ class TooManyPixels(Exception):
         self.pixels = pixels
 
 
+class TooManyPositions(Exception):
+    """An image that takes more ``positions`` of its prompt than are left."""
+
+    def __init__(self, positions: int) -> None:
+        super().__init__(positions)
+        self.positions = positions
+
+
 class Decoder:
     """Decoder of files by ``config``, of at most ``max_pixels`` before and after resizing.
 
@@ -66,15 +74,15 @@ class Decoder:
         self.config, self.max_pixels, self.video = config, max_pixels, video
         self._table, self._name = config.table(), json.dumps(asdict(config)).encode()
 
-    def decode(self, data: bytes | PIL.Image.Image, most: int | None = None) -> Image:
+    def decode(self, data: bytes | PIL.Image.Image, most: int | None = None, room: int | None = None) -> Image:
         """Return a file, or an image, in the model's form.
 
         Raises InvalidRequest, with the reason, if it cannot be decoded. Raises TooManyPixels if a file has more than
-        ``most`` pixels.
+        ``most`` pixels, TooManyPositions if an image takes more than ``room`` positions.
         """
-        return self._decoded(data, most, self.config.size_of)
+        return self._decoded(data, most, room, self.config.size_of)
 
-    def decode_frames(self, frames: Frames, most: int | None = None) -> Image:
+    def decode_frames(self, frames: Frames, most: int | None = None, room: int | None = None) -> Image:
         """Return two frames of a video, each a file or an image, as one image. Raises as :meth:`decode` does."""
         video = self.video
         if video is None:
@@ -85,7 +93,7 @@ class Decoder:
 
         half = self.max_pixels // FRAMES if most is None else most // FRAMES
         try:
-            first, second = (self._decoded(each, half, size) for each in (frames.first, frames.second))
+            first, second = (self._decoded(each, half, room, size) for each in (frames.first, frames.second))
         except TooManyPixels as error:
             if FRAMES * error.pixels <= self.max_pixels:
                 raise TooManyPixels(FRAMES * error.pixels) from error
@@ -99,14 +107,14 @@ class Decoder:
         digest = blake2b(first.hash + second.hash, digest_size=HASH_BYTES).digest()
         return Image(digest, first.pixels + second.pixels, grid=first.grid)
 
-    def _decoded(self, data: bytes | PIL.Image.Image, most: int | None, size: Size) -> Image:
+    def _decoded(self, data: bytes | PIL.Image.Image, most: int | None, room: int | None, size: Size) -> Image:
         """Return a file or an image in the model's form; ``size`` returns its sides after resizing."""
         if not isinstance(data, bytes | PIL.Image.Image):
             raise InvalidRequest(f"An image must be a PIL.Image, not {type(data).__name__}", param="prompt")
         try:
-            image = self._opened(data, most, size) if isinstance(data, bytes) else self._checked(data, size)
+            image = self._opened(data, most, room, size) if isinstance(data, bytes) else self._checked(data, room, size)
             pixels = self._pixels(image, size)
-        except (InvalidRequest, TooManyPixels, MemoryError):
+        except (InvalidRequest, TooManyPixels, TooManyPositions, MemoryError):
             raise
         except Exception as error:  # decoders raise anything
             raise _undecodable(error) from error
@@ -116,9 +124,9 @@ class Decoder:
         digest.update(pixels.tobytes())
         return Image(digest.digest(), values.tobytes(), grid=grid)
 
-    def _opened(self, data: bytes, most: int | None, size: Size) -> PIL.Image.Image:
+    def _opened(self, data: bytes, most: int | None, room: int | None, size: Size) -> PIL.Image.Image:
         image: PIL.Image.Image = PIL.Image.open(io.BytesIO(data), formats=FORMATS)  # reads the header alone
-        pixels = self._cost(self._checked(image, size), size)
+        pixels = self._cost(self._checked(image, room, size), size)
         if data.startswith(_JPEG) and scans_of(data) > MAX_SCANS:
             raise InvalidRequest(
                 f"The image has more than {MAX_SCANS} scans, and each takes as long to decode as a whole image: save "
@@ -136,8 +144,11 @@ class Decoder:
         width, height = size(*image.size)
         return max(image.width * image.height, width * height)
 
-    def _checked(self, image: PIL.Image.Image, size: Size) -> PIL.Image.Image:
-        """Return ``image``. Raises InvalidRequest if it is empty, or too large as it is or resized."""
+    def _checked(self, image: PIL.Image.Image, room: int | None, size: Size) -> PIL.Image.Image:
+        """Return ``image``.
+
+        Raises InvalidRequest if it is empty, or too large as it is or resized. Raises TooManyPositions.
+        """
         if not image.width or not image.height:
             raise InvalidRequest("The image is empty", param="messages")
         if self._cost(image, size) > self.max_pixels:
@@ -147,6 +158,8 @@ class Decoder:
                 f"the {self.max_pixels:,} pixels that --max-image-pixels allows",
                 param="messages",
             )
+        if room is not None and (positions := self.config.positions(*size(*image.size))) > room:
+            raise TooManyPositions(positions)
         return image
 
     def _pixels(self, image: PIL.Image.Image, size: Size) -> np.ndarray:

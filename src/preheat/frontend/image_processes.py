@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import pickle
+from typing import Any
 
 import msgspec
 
 from preheat.core import Image
 from preheat.errors import InvalidRequest, WireError
-from preheat.frontend.image_decoder import Decoder, TooManyPixels, samples
+from preheat.frontend.image_decoder import Decoder, TooManyPixels, TooManyPositions, samples
 from preheat.frontend.video import Frames
 from preheat.utils.helper import Helper, HelperEnded, Helpers, Kind, Work
 
@@ -25,17 +26,26 @@ _BYTES_PER_PIXEL = 32  # of the copies made by decoding, turning and removing tr
 _MORE_BYTES = 1 << 28  # the file, its metadata, and a decoder's other memory
 
 
+class _Job(msgspec.Struct, array_like=True):
+    """A file, or two frames of a video of ``total`` frames, and the positions that are left for it."""
+
+    room: int | None
+    data: bytes
+    second: bytes | None = None
+    total: int = 0
+
+
 class _Answer(msgspec.Struct, array_like=True):
-    """The result of a process: an image, an error, or the number of pixels if too many."""
+    """The result of a process: an image, an error, or the number of pixels or positions if too many."""
 
     image: Image | None = None
     error: WireError | None = None
     pixels: int = 0
+    positions: int = 0
 
 
+_asked = msgspec.msgpack.Decoder(_Job).decode
 _decoded = msgspec.msgpack.Decoder(_Answer).decode
-_frames = msgspec.msgpack.Decoder(tuple[bytes, bytes, int]).decode
-_FRAMES = b"two frames of a video"
 
 
 class ImageProcesses:
@@ -50,7 +60,7 @@ class ImageProcesses:
         """Start all processes and load every decoder in them."""
         for helpers in (self.small, self.large):
             for sample in samples():
-                helpers.run_on_each(sample)
+                helpers.run_on_each(job_of(sample, None))
 
 
 def _helpers(decoder: Decoder, most: int, seconds: float) -> Helpers:
@@ -59,16 +69,27 @@ def _helpers(decoder: Decoder, most: int, seconds: float) -> Helpers:
     return Helpers(Kind("preheat.frontend.image_processes:make_work", config, seconds, memory), AT_ONCE)
 
 
-def decode(helper: Helper, data: bytes | Frames) -> Image:
-    """Return the image in ``data``. Raises InvalidRequest, with the reason, or TooManyPixels."""
+def job_of(data: bytes | Frames, room: int | None) -> bytes:
+    """Return the job of a helper that decodes ``data`` into at most ``room`` positions."""
+    parts: Any = (data.first, data.second, data.total) if isinstance(data, Frames) else (data,)
+    return msgspec.msgpack.encode(_Job(room, *parts))
+
+
+def decode(helper: Helper, data: bytes | Frames, room: int | None = None) -> Image:
+    """Return the image in ``data``.
+
+    Raises InvalidRequest, with the reason, TooManyPixels, or TooManyPositions for more than ``room``.
+    """
     try:
-        answer = _decoded(helper.run(_FRAMES + msgspec.msgpack.encode(data) if isinstance(data, Frames) else data))
+        answer = _decoded(helper.run(job_of(data, room)))
     except HelperEnded as ended:
         said = {"time": "more CPU time", "memory": "more memory"}.get(ended.reason)
         reason = f"it takes {said} than an image of its size needs" if said else "its decoder failed"
         raise InvalidRequest(f"The image cannot be decoded: {reason}", param="messages") from ended
     if answer.error is not None:
         raise answer.error.restore()
+    if answer.positions:
+        raise TooManyPositions(answer.positions)
     if answer.image is None:
         raise TooManyPixels(answer.pixels)
     return answer.image
@@ -83,14 +104,17 @@ def make_work(config: bytes) -> Work:
     decoder = Decoder(pixel_config, max_pixels, video)
 
     def work(data: bytes) -> bytes:
+        job = _asked(data)
         try:
-            if data.startswith(_FRAMES):  # no file of an image begins so
-                frames = Frames(*_frames(data[len(_FRAMES) :]))
-                answer = _Answer(image=decoder.decode_frames(frames, most))
+            if job.second is None:
+                answer = _Answer(image=decoder.decode(job.data, most, job.room))
             else:
-                answer = _Answer(image=decoder.decode(data, most))
+                frames = Frames(job.data, job.second, job.total)
+                answer = _Answer(image=decoder.decode_frames(frames, most, job.room))
         except TooManyPixels as error:
             answer = _Answer(pixels=error.pixels)
+        except TooManyPositions as error:
+            answer = _Answer(positions=error.positions)
         except InvalidRequest as error:
             answer = _Answer(error=WireError.of(error))
         return msgspec.msgpack.encode(answer)

@@ -12,9 +12,10 @@ from preheat.core import Image, Segment
 from preheat.errors import InvalidRequest, ModelError, SettingsError
 from preheat.frontend.grid_config import GridConfig
 from preheat.frontend.image_config import CLIP_MEAN, CLIP_STD, PixelConfig
-from preheat.frontend.image_decoder import Decoder, samples
+from preheat.frontend.image_decoder import Decoder, TooManyPositions, samples
 from preheat.frontend.image_processes import ImageProcesses
 from preheat.frontend.media import MediaReader
+from preheat.frontend.room import Room
 from preheat.frontend.video import Frames, VideoConfig
 from preheat.utils.files import read_json
 
@@ -73,13 +74,25 @@ class Images:
             return source._replace(first=self.read(source.first), second=self.read(source.second))
         return self.reader.read(source) if isinstance(source, str) else source
 
-    def decode(self, data: Read) -> Image:
-        """Return a file, an image or two frames in the model's form. Raises InvalidRequest, with the reason."""
-        return self.decoder.decode_frames(data) if isinstance(data, Frames) else self.decoder.decode(data)
+    def decode(self, data: Read, room: int | None = None) -> Image:
+        """Return a file, an image or two frames in the model's form.
 
-    def load(self, sources: Sequence[Source]) -> list[Image]:
-        """Read and decode ``sources``, in order."""
-        return [self.decode(self.read(source)) for source in sources]
+        Raises InvalidRequest, with the reason, and TooManyPositions for more than ``room``.
+        """
+        if isinstance(data, Frames):
+            return self.decoder.decode_frames(data, room=room)
+        return self.decoder.decode(data, room=room)
+
+    def load(self, sources: Sequence[Source], room: Room) -> list[Image]:
+        """Read and decode ``sources``, in order. Raises ContextTooLong before an image for which ``room`` has none."""
+        found = []
+        for source in sources:
+            try:
+                found.append(self.decode(self.read(source), room.left_for(source)))
+            except TooManyPositions as error:
+                raise room.lacking(source, error.positions) from error
+            room.take(found[-1].cells or self.tokens)
+        return found
 
     def place(self, ids: Sequence[int], images: Sequence[Image]) -> tuple[list[int], list[Segment]]:
         """Return ``ids`` with all positions of the images, and the images' segments.

@@ -34,10 +34,17 @@ from preheat.frontend.marks import mark_texts
 from preheat.frontend.pairs import Pair
 from preheat.frontend.params_checker import ParamsChecker, check_params, recheck
 from preheat.frontend.prompt_embeds import Embedded
-from preheat.frontend.prompt_length import answer_tokens, check_prompt_length, kept_tokens, most_of_pair
+from preheat.frontend.prompt_length import (
+    answer_tokens,
+    check_prompt_length,
+    kept_tokens,
+    most_of_pair,
+    room_for_images,
+)
 from preheat.frontend.reasoning import ReasoningFormat
 from preheat.frontend.relay import Relay, check_relayed, shown_params, token_ids
 from preheat.frontend.request_state import CheckedParams, Choice, RequestState
+from preheat.frontend.room import Room
 from preheat.frontend.stop import StopChecker
 from preheat.frontend.tokenizer import Tokenizer
 
@@ -236,6 +243,10 @@ class InputProcessor:
             )
         tokens = count * self._images.tokens
         check_prompt_length(tokens, self._limits(), f"{count} images of {self._images.tokens} tokens or more each")
+
+    def room_for_images(self) -> Room:
+        """Return the positions of a prompt that images may take."""
+        return room_for_images(self._limits())
 
     def _with_images(self, ids: list[int], images: Sequence[Image]) -> tuple[list[int], list[Segment]]:
         self.check_images(len(images))

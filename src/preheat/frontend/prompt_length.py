@@ -9,6 +9,7 @@ from preheat.core import (
     SamplingParams,
 )
 from preheat.errors import ContextTooLong, InvalidRequest
+from preheat.frontend.room import Room
 
 
 def check_prompt_length(prompt: int, limits: Ready, size: str = "") -> None:
@@ -79,3 +80,18 @@ def most_of_pair(params: SamplingParams, limits: Ready, cap: bool) -> int | None
 
 def _maximum(limits: Ready) -> str:
     return f"This model's maximum context length is {limits.max_model_len} tokens. However, "
+
+
+def room_for_images(limits: Ready) -> Room:
+    """Return the positions of a prompt that images may take, as :func:`check_prompt_length` bounds them."""
+
+    def refusal(positions: int) -> ContextTooLong:
+        try:
+            check_prompt_length(positions, limits, f"images that take {positions} tokens or more")
+        except ContextTooLong as error:
+            error.param = "messages"
+            return error
+        raise AssertionError(f"{positions} positions fit")
+
+    most = limits.max_model_len if limits.spare else limits.places - 1
+    return Room(most if limits.max_prompt_len is None else min(most, limits.max_prompt_len), refusal)

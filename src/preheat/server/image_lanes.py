@@ -15,9 +15,10 @@ from typing import Any
 from starlette.requests import ClientDisconnect, Request
 
 from preheat.core import Image
-from preheat.frontend.image_decoder import TooManyPixels
+from preheat.frontend.image_decoder import TooManyPixels, TooManyPositions
 from preheat.frontend.image_processes import AT_ONCE, decode
 from preheat.frontend.images import Images
+from preheat.frontend.room import Room
 from preheat.frontend.video import Frames
 from preheat.server.fair_share import FairShare, client_of
 from preheat.utils.helper import Helper, Helpers
@@ -36,16 +37,26 @@ class ImageLanes:
     """Lanes for reading and decoding ``images`` of one server."""
 
     def __init__(self, images: Images) -> None:
-        self._reader, self._processes = images.reader, images.processes
+        self._reader, self._processes, self._tokens = images.reader, images.processes, images.tokens
         self._reading, self._small = FairShare(READ_AT_ONCE), FairShare(AT_ONCE)
         self._local = FairShare(LOCAL_AT_ONCE)
         self._large = FairShare(self._processes.max_pixels)
         self._readers = ThreadPoolExecutor(READ_AT_ONCE, "images")  # threads start on first use
         self._decoders = ThreadPoolExecutor(_THREADS, "pixels")
 
-    async def load(self, request: Request, urls: Sequence[str | Frames]) -> list[Image]:
-        """Return the images behind ``urls``, one after the other. Raises InvalidRequest and ClientDisconnect."""
-        return [await self._decoded(request, await self._read_all(request, url)) for url in urls]
+    async def load(self, request: Request, urls: Sequence[str | Frames], room: Room) -> list[Image]:
+        """Return the images behind ``urls``, one after the other.
+
+        Raises InvalidRequest and ClientDisconnect. Raises ContextTooLong before an image for which ``room`` has none.
+        """
+        found = []
+        for url in urls:
+            try:
+                found.append(await self._decoded(request, await self._read_all(request, url), room.left_for(url)))
+            except TooManyPositions as error:
+                raise room.lacking(url, error.positions) from error
+            room.take(found[-1].cells or self._tokens)
+        return found
 
     async def _read_all(self, request: Request, url: str | Frames) -> bytes | Frames:
         """Return the file behind ``url``, or the files of two frames."""
@@ -64,24 +75,24 @@ class ImageLanes:
         async with self._reading.of(client_of(request), 1):
             return await loop.run_in_executor(self._readers, read)
 
-    async def _decoded(self, request: Request, data: bytes | Frames) -> Image:
+    async def _decoded(self, request: Request, data: bytes | Frames, room: int) -> Image:
         client = client_of(request)
         try:
             async with self._small.of(client, 1):
-                return await self._in(self._processes.small, request, data)
+                return await self._in(self._processes.small, request, data, room)
         except TooManyPixels as large:
             part = max(large.pixels, self._processes.max_pixels // AT_ONCE)  # no more processes exist
             async with self._large.of(client, part):
-                return await self._in(self._processes.large, request, data)
+                return await self._in(self._processes.large, request, data, room)
 
-    async def _in(self, helpers: Helpers, request: Request, data: bytes | Frames) -> Image:
+    async def _in(self, helpers: Helpers, request: Request, data: bytes | Frames, room: int) -> Image:
         """Decode the image in ``data``, unless the client leaves.
 
         One of ``helpers`` does it.
         """
         gone = asyncio.ensure_future(_disconnected(request))
         with helpers.lend() as helper:  # never waits: there are as many helpers as shares
-            work = asyncio.get_running_loop().run_in_executor(self._decoders, decode, helper, data)
+            work = asyncio.get_running_loop().run_in_executor(self._decoders, decode, helper, data, room)
             try:
                 either: set[asyncio.Future[Any]] = {work, gone}
                 await asyncio.wait(either, return_when=asyncio.FIRST_COMPLETED)

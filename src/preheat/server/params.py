@@ -162,7 +162,8 @@ def replica_asked(request: Request) -> int | None:
 async def load_images(request: Request, urls: Sequence[str]) -> list[Image]:
     """Return the images behind ``urls``, one after the other, loaded outside the event loop."""
     lanes = request.app.state.service.image_lanes
-    return [] if lanes is None else await lanes.load(request, urls)
+    room = request.app.state.service.frontend.input.room_for_images()
+    return [] if lanes is None else await lanes.load(request, urls, room)
 
 
 def prompt_logprobs_of(state: RequestState) -> PromptLogprobs:
