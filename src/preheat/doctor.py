@@ -23,6 +23,7 @@ from preheat.errors import PreheatError
 from preheat.model.files import BUNDLED, find_model, weight_files
 from preheat.model.weights_digest import WeightsDigest
 from preheat.settings import OPTIONS, Settings
+from preheat.startup import planned
 from preheat.utils.caches import cache_root
 from preheat.utils.finding import Finding
 from preheat.utils.versions import version_of
@@ -53,6 +54,7 @@ def findings(settings: Settings) -> Iterator[Finding]:
     )
     yield _folder("models", Path(os.environ.get("HF_HOME", "~/.cache/huggingface")).expanduser())
     yield _weights(settings)
+    yield _options(settings)
     yield _port(settings)
     yield from _limits()
 
@@ -96,6 +98,17 @@ def _weights(settings: Settings) -> Finding:
         )
     except (OSError, PreheatError) as error:
         return Finding("weights", str(error), "fail", "name a folder with a checkpoint, or fetch it again")
+
+
+def _options(settings: Settings) -> Finding:
+    """Return the error of the plan of these settings, which is the error of a boot; nothing is downloaded."""
+    if settings.model != BUNDLED and not Path(settings.model).expanduser().is_dir():
+        return Finding("options", f"{settings.model} is no folder here, so the options are not checked with it")
+    try:
+        planned(settings)
+    except PreheatError as error:
+        return Finding("options", str(error), "fail", "change the options, as the error says")
+    return Finding("options", "they go together with the model")
 
 
 def _port(settings: Settings) -> Finding:

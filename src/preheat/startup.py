@@ -52,6 +52,7 @@ from preheat.plan.of_model import for_model
 from preheat.settings import Settings
 from preheat.settings.combinations import check as check_features
 from preheat.settings.combinations import traits_of
+from preheat.settings.paths import check_paths
 from preheat.transport import EngineTransport, InlineTransport
 from preheat.utils import pycache
 from preheat.utils.caches import cache_root
@@ -128,13 +129,27 @@ def boot_front(
         return frontend
 
 
+def _check_kept(settings: Settings) -> str:
+    """Return the reason why answers have no receipts, if any.
+
+    Raises SettingsError for a folder of answers or a log of receipts that would stay empty.
+    """
+    if settings.answer_cache_size is None and settings.answer_cache_dir is not None:
+        raise SettingsError(
+            "answer_cache_dir keeps the answers of the answer cache, and there is none: give answer_cache_size",
+            param="answer_cache_dir",
+        )
+    try:
+        check_features(traits_of(settings) | {"receipts"}, {settings.device: facts_of(settings.device).lacks})
+    except SettingsError as error:
+        if settings.receipts_log is not None:
+            raise SettingsError(f"receipts_log would stay empty: {error.message}", param="receipts_log") from error
+        return error.message
+    return ""
+
+
 def _answers(settings: Settings) -> AnswerCache | None:
     if settings.answer_cache_size is None:
-        if settings.answer_cache_dir is not None:
-            raise SettingsError(
-                "answer_cache_dir keeps the answers of the answer cache, and there is none: give answer_cache_size",
-                param="answer_cache_dir",
-            )
         return None
     size = int(settings.answer_cache_size * 2**30)
     folder = None
@@ -145,13 +160,7 @@ def _answers(settings: Settings) -> AnswerCache | None:
 
 def _receipts(settings: Settings) -> Receipts:
     """Return how answers get receipts. Raises SettingsError if the log cannot be written, or would stay empty."""
-    lacking = ""
-    try:
-        check_features(traits_of(settings) | {"receipts"}, {settings.device: facts_of(settings.device).lacks})
-    except SettingsError as error:
-        lacking = error.message
-    if lacking and settings.receipts_log is not None:
-        raise SettingsError(f"receipts_log would stay empty: {lacking}", param="receipts_log")
+    lacking = _check_kept(settings)
     log = None if settings.receipts_log is None else ReceiptLog(settings.receipts_log)
     return Receipts(always=settings.receipts, lacking=lacking, log=log)
 
@@ -252,6 +261,8 @@ def planned(settings: Settings, *, as_json: bool = False) -> str:
     arithmetic and room for every sequence. Raises SettingsError for options that a boot on the device refuses.
     """
     facts = facts_of(settings.device)
+    _generation_folder(settings)
+    _check_kept(settings)
     check_options(settings, facts)
     mode = resolve(facts, settings)
     may_change = instead(facts, settings) is not None
@@ -301,6 +312,8 @@ def boot_engine(
                 "within one process: leave it out",
                 param="data_parallel_size",
             )
+        if isinstance(transport, InlineTransport):  # else the server has checked them: a shell's pipe is not here
+            check_paths(settings)
         if settings.models and isinstance(transport, InlineTransport):
             raise SettingsError(
                 "models needs `preheat serve`, because each model is a process, and this engine runs within one "

@@ -10,6 +10,7 @@ from typing import Any
 
 from preheat.errors import SettingsError
 from preheat.settings import OPTIONS, Settings
+from preheat.settings.paths import check_paths
 from preheat.utils.files import is_shells_pipe, shown
 from preheat.utils.log import printable
 from preheat.utils.options import Option, add_flags
@@ -70,4 +71,6 @@ def loaded(values: dict[str, Any]) -> Settings:
     model = values.pop("model_argument")
     if model is not None and values.setdefault("model", [model]) != [model]:
         raise SettingsError(f"the model is given twice, as {model!r} and by --model: leave one out", param="model")
-    return Settings.load(values)
+    settings = Settings.load(values)
+    check_paths(settings)
+    return settings

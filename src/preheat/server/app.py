@@ -50,6 +50,7 @@ from preheat.server.shutdown import Server, Shutdown
 from preheat.server.try_it import try_it
 from preheat.server.turns import SWITCH_SECONDS
 from preheat.settings import Settings
+from preheat.settings.paths import check_paths
 from preheat.utils.gc import collect_seldom
 from preheat.utils.log import exit_after, leave, set_up_logging
 from preheat.utils.memory import give_back_large_blocks
@@ -81,6 +82,7 @@ def run_server(
     called with the reason if requests never will be accepted. Raises the error that kept the server from becoming
     ready.
     """
+    check_paths(settings)
     operations.check_settings(settings)
     each_model(settings)  # report their errors before the port opens
     check_certificates(settings)

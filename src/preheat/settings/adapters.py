@@ -30,6 +30,7 @@ class AdapterSettings:
         None,
         "Folder for adapters that may be loaded while the server runs, subfolders included; without it only "
         "`lora_modules` are served.",
+        path="folder",
     )
     allow_runtime_lora_updating: bool = _lora(
         False,

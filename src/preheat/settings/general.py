@@ -29,6 +29,7 @@ class GeneralSettings:
         "A JSON file for Python's `logging.config.dictConfig`, for loggers below `preheat`; entries for `vllm` apply "
         "to `preheat` if it has none.",
         env="VLLM_LOGGING_CONFIG_PATH",
+        path="file",
     )
     enable_log_requests: bool = _general(False, "Log each request at its arrival and at its end, without its text.")
     receipts: bool = _general(False, "Give each answer a receipt, as `receipt: true` does: see docs/receipts.md.")
@@ -38,7 +39,9 @@ class GeneralSettings:
         low=1e-6,
     )
     answer_cache_dir: str | None = _general(
-        None, "A folder that keeps the answers of the answer cache for later boots: see docs/answer-cache.md."
+        None,
+        "A folder that keeps the answers of the answer cache for later boots: see docs/answer-cache.md.",
+        path="new folder",
     )
     answer_cache_dir_size: float = _general(1.0, "Size of `answer_cache_dir` at most, in GiB.", low=1e-6)
     answer_cache_check_every: int = _general(
@@ -53,4 +56,5 @@ class GeneralSettings:
         None,
         "A file for the receipts of all answers that have one, as JSON lines; 8 files of 64 MiB are kept. It holds "
         "prompts and answers as token ids.",
+        path="new file",
     )

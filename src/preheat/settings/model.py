@@ -34,7 +34,10 @@ class ModelSettings:
         False, "Do not load the image encoder, and refuse images; no effect on a model without one."
     )
     download_dir: str | None = _model(
-        None, "Folder for models of the Hub.", default_text="the Hugging Face library's, see `HF_HOME`"
+        None,
+        "Folder for models of the Hub.",
+        default_text="the Hugging Face library's, see `HF_HOME`",
+        path="new folder",
     )
     hf_overrides: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
         None, "A JSON object of fields that replace fields of the model's `config.json`."
@@ -43,6 +46,8 @@ class ModelSettings:
         "auto",
         "Source of sampling defaults: `auto` takes the model's, `vllm` takes none, and a folder takes its "
         "`generation_config.json`.",
+        path="folder",
+        no_paths=("auto", "vllm"),
     )
     override_generation_config: dict[str, Any] | None = _model(  # noqa: RUF009 - None is not mutable
         None, "A JSON object of sampling defaults that override `generation_config`."
@@ -115,7 +120,9 @@ class ModelSettings:
         5.0, "Time limit for compiling a request's grammar, in seconds.", low=0.001
     )
     preload_grammars: str | None = _model(
-        None, "File of grammars to compile before ready; each line is the `structured_outputs` of a request."
+        None,
+        "File of grammars to compile before ready; each line is the `structured_outputs` of a request.",
+        path="file",
     )
     runner: str = _model(
         "auto",

@@ -26,6 +26,7 @@ class QuantizationSettings:
         "JSON file of Intel Neural Compressor (INC) with the modules to quantize, the method, and the path of the "
         "measured ranges.",
         env="QUANT_CONFIG",
+        path="file",
     )
     kv_cache_dtype: str = _quant(
         "auto",

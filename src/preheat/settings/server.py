@@ -44,9 +44,11 @@ class ServerSettings:
         False,
         "Let browsers send credentials such as cookies from another origin; name that origin in `allowed_origins`.",
     )
-    ssl_keyfile: str | None = _server(None, "Private key, to serve over TLS.")
-    ssl_certfile: str | None = _server(None, "Certificate, to serve over TLS.")
-    ssl_ca_certs: str | None = _server(None, "File of authorities for client certificates; clients are asked for one.")
+    ssl_keyfile: str | None = _server(None, "Private key, to serve over TLS.", path="file")
+    ssl_certfile: str | None = _server(None, "Certificate, to serve over TLS.", path="file")
+    ssl_ca_certs: str | None = _server(
+        None, "File of authorities for client certificates; clients are asked for one.", path="file"
+    )
     ssl_cert_reqs: int | None = _server(
         None,
         "Check of client certificates, as in Python's `ssl`: 0 none, 1 if a client sends one, 2 required.",
@@ -81,6 +83,7 @@ class ServerSettings:
         None,
         "Folder for the files and batches of `/v1/files` and `/v1/batches`: see docs/batches.md. Without it these "
         "endpoints are not served.",
+        path="new folder",
     )
     max_batch_file_bytes: int = _server(200 * 2**20, "Maximum bytes of a batch's file.", low=1024)
     max_batch_files: int = _server(1000, "Maximum files kept, including the answers of batches.", low=3)
@@ -155,7 +158,7 @@ class ServerSettings:
         "docs/weight-updates.md.",
     )
     weights_root: str | None = _server(
-        None, "Folder for new weights that `/update_weights` may read, subfolders included."
+        None, "Folder for new weights that `/update_weights` may read, subfolders included.", path="folder"
     )
 
 
@@ -166,7 +169,9 @@ class ImageSettings:
     allowed_media_domains: tuple[str, ...] = _images(
         (), "Hosts, or `host:port`, of image URLs that are fetched; without any, only data URLs are read."
     )
-    allowed_local_media_path: str | None = _images(None, "Folder for images with `file://` URLs, subfolders included.")
+    allowed_local_media_path: str | None = _images(
+        None, "Folder for images with `file://` URLs, subfolders included.", path="folder"
+    )
     image_fetch_timeout: float = _images(
         5.0, "Time limit for fetching an image, in seconds.", env="VLLM_IMAGE_FETCH_TIMEOUT", low=0.01
     )

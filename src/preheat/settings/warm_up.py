@@ -43,7 +43,7 @@ class BucketSettings:
         parse=strategy_named,
     )
     bucketing_from_file: str | None = _bucketing(
-        None, "File of buckets, instead of ranges.", env="VLLM_BUCKETING_FROM_FILE"
+        None, "File of buckets, instead of ranges.", env="VLLM_BUCKETING_FROM_FILE", path="file"
     )
     allow_large_plan: bool = _bucketing(False, "Boot even if the plan has more than 2,000 programs.")
     bucket_pad_max: int | None = _bucketing(
@@ -100,6 +100,8 @@ class WarmUpSettings:
         None,
         "Folder where a boot keeps its record and compiled code for the next equal boot; `off` keeps none.",
         default_text="`preheat` in `$XDG_CACHE_HOME`, or in `~/.cache`",
+        path="new folder",
+        no_paths=("off",),
     )
 
 

@@ -16,7 +16,7 @@ import types
 import typing
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from fractions import Fraction
-from typing import Any
+from typing import Any, Literal
 
 from preheat.errors import SettingsError
 from preheat.utils.text import brief, did_you_mean, plain_number
@@ -36,7 +36,8 @@ class Option:
     values. ``env`` is vLLM's variable, ``later_env`` its name in later versions. A list's flag takes several words.
     With ``one_word`` it takes one word and is repeated for more, so the next word is never part of the list. ``unset``
     are values that other engines write for the default. ``several`` is the option that replaces this one if it is given
-    several times, or as NAME=VALUE.
+    several times, or as NAME=VALUE. ``path`` is what the option names, if it names a path; a new one may be missing.
+    ``no_paths`` are its values that are words instead.
     """
 
     name: str
@@ -55,6 +56,8 @@ class Option:
     one_word: bool = False
     unset: tuple[Any, ...] = ()
     several: str | None = None
+    path: Literal["file", "folder", "new file", "new folder"] | None = None
+    no_paths: tuple[str, ...] = ()
 
     @property
     def flag(self) -> str:
