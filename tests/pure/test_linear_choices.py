@@ -6,6 +6,7 @@ There are tables, a rule where they are silent, and rejections by a proof.
 import logging
 from functools import partial
 from itertools import product
+from types import SimpleNamespace
 
 import msgspec
 import pytest
@@ -14,6 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.common.shapes import SHAPES as CONFIGS
+from preheat.backends.base.backend import TuneRequest
 from preheat.backends.cuda.card import CARDS
 from preheat.backends.cuda.matmul.config import (
     FP8_REFERENCE,
@@ -374,6 +376,47 @@ def test_the_tuner_tries_tiles_that_fit_experts(tokens, monkeypatch):
             assert tried
             assert all(choice.rows == max(block, 16) for choice in tried)
             assert all(layer.inputs % choice.inputs == 0 for choice in tried if isinstance(choice, Tile))
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "qwen3-30b-a3b"])
+def test_experts_are_timed_with_their_biases_and_activation(name, monkeypatch):
+    """The tuner runs the launches of the model's experts: a bias of each layer, and the activation of the first."""
+    from preheat.backends.cuda import moe_tuner, tune
+
+    values = [value for _, value in values_of(read_spec(CONFIGS[name]), "bfloat16") if isinstance(value, Experts)]
+    asked, ran = list[tuple](), list[tuple]()
+    monkeypatch.setattr(tune, "tune_experts", lambda *given: asked.append((given[0], given[4])) or [])
+    request = TuneRequest(
+        layers=[],
+        experts=values,
+        head=values[0].down,
+        max_rows=8,
+        max_head_rows=8,
+        seconds=9.0,
+        output=None,
+        folder=None,
+    )
+    tune._measure_experts(request, 1.0)
+    ((shape, finish),) = asked
+    assert finish == values[0].gate_up.finish and finish.bias == (name == "gpt-oss-20b")
+
+    shape, biased = ExpertsShape(4, 64, 32, 2, torch.bfloat16), finish.bias
+    monkeypatch.setattr(moe_tuner, "experts_layer", lambda _, x, w, __, **how: ran.append((w.shape, how)) or x)
+    monkeypatch.setattr(moe_tuner, "activate", lambda y, kind: ran.append(kind) or y)
+    bench = moe_tuner.Bench(shape, 3, finish, "cpu")
+    for block in (1, 16):
+        arranged = SimpleNamespace(block=block)
+        for gated in (True, False):
+            bench.run(Tile(64, 16, 64, 4, 4), bench.x, arranged, gated=gated)
+    gates = [how for size, how in (each for each in ran if isinstance(each, tuple)) if size[1] == 64 and size[2] == 64]
+    downs = [how for size, how in (each for each in ran if isinstance(each, tuple)) if size[2] == 32]
+    if not biased:
+        assert gates == [{"gated": True}] * 2 and [how["bias"] for how in downs] == [None] * 2
+        return
+    assert [how["gated"] for how in gates] == [False, finish.activation] and ran.count(finish.activation) == 1
+    assert [how["bias"].shape for how in (*gates, *downs)] == [(4, 64)] * 4
+    assert all(choice.kind == "tile" for choice in moe_tuner.candidates(shape, shape.gate_up, 128, biased=True))
+    assert moe_tuner.with_biases(ExpertsConfig(128, Wide(256, 128, 4), Wide(128, 128, 6))).gate_up.kind == "tile"
 
 
 def test_the_tuner_is_asked_for_the_experts_of_the_model():

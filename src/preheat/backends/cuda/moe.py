@@ -90,7 +90,7 @@ def experts_rows(
     """Return the outputs [arranged rows, hidden] of each expert, see :func:`experts_forward`."""
     early = config.gate_up.kind == "tile"  # its programs wait for the arrangement before the next kernel begins
     if between is not None:
-        fused = _fuses(config, between.activation)
+        fused = fuses(config, between.activation)
         gated: Gated = between.activation if fused else False
         y = experts_layer(config.gate_up, x, gate_up, arrangement, gated=gated, gathered=True, bias=between.gate_up)
         inner = y if fused else activate(y, between.activation)
@@ -104,12 +104,17 @@ def experts_rows(
     return adding(z, plain_rows(rows), arrangement, False)
 
 
-def _fuses(config: ExpertsConfig, activation: Activation) -> bool:
+def fuses(config: ExpertsConfig, activation: Activation) -> bool:
     """Whether the kernel of gates and ups ends with the ``activation``.
 
     A block of one slot has few programs, and each would have the work of two.
     """
     return config.block > 1 and activation in FUSED and config.gate_up.multiplies.kind == "tile"
+
+
+def with_biases(config: ExpertsConfig) -> ExpertsConfig:
+    """Return ``config`` for experts with biases: tiles in place of the kernel for many rows, which adds none."""
+    return _TILES if config.gate_up.kind == "wide" else config
 
 
 def activated(gate_up: Tensor, down: Weight) -> Rows:
@@ -259,9 +264,8 @@ class ExpertsLayer:
         return Unsummed(experts_rows(config, x, *weights, arrangement, adding, self._between), arrangement)
 
     def _with_biases(self, config: ExpertsConfig) -> ExpertsConfig:
-        """Return ``config``, or tiles if there are biases: the kernel for many rows adds none."""
-        biased = self._between is not None and self._between.gate_up is not None
-        return _TILES if biased and config.gate_up.kind == "wide" else config
+        """Return ``config``, or tiles if these experts have biases."""
+        return with_biases(config) if self._between is not None and self._between.gate_up is not None else config
 
     def _dealt(self, config: ExpertsConfig, x: Rows, logits: Tensor, own: tuple[int, int]) -> Tensor:
         """Return the outputs of experts that are dealt to ranks; this one has the numbers ``own``."""

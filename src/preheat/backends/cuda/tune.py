@@ -69,8 +69,8 @@ def _measure_experts(request: TuneRequest, share: float) -> list[ExpertsEntry]:
     def report(shape: ExpertsShape, tokens: int, config: ExpertsConfig, taken: float) -> None:
         logger.info("%s, %d tokens: %.1f us, %s", shape, tokens, taken, config)
 
-    shapes = dict.fromkeys(map(experts_shape_of, request.experts))
-    return [entry for shape in shapes for entry in tune_experts(shape, request.max_rows, share, report)]
+    kinds = dict.fromkeys((experts_shape_of(value), value.gate_up.finish) for value in request.experts)
+    return [entry for shape, finish in kinds for entry in tune_experts(shape, request.max_rows, share, report, finish)]
 
 
 def _path(request: TuneRequest, device: str) -> Path:
