@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.common.machine import ROOT
 from benchmarks.common.report import RESULTS, read_parts
 from benchmarks.common.shapes import FORMATS, SHAPES
-from benchmarks.common.table import anchors, rows, shown
+from benchmarks.common.table import anchor, rows, shown
 
 DOCS = ROOT / "docs"
 DOCUMENT = DOCS / "performance.md"
@@ -36,9 +36,9 @@ def filled(text: str, results: Path = RESULTS) -> str:
 
 def beside_vllm(shape: str, results: Path) -> str:
     """Return all figures of ``shape`` in one table, and the machine of ours."""
-    parts, name = read_parts(results / f"{shape}.json"), anchors()["engine"]
+    parts, name = read_parts(results / f"{shape}.json"), anchor(shape)["engine"]
     lines = [
-        f"\n{taken(parts)}\n",
+        f"\n{taken(parts, shape)}\n",
         f"\n| | preheat | {name} | {name}, `VLLM_BATCH_INVARIANT=1` |\n",
         "| --- | --- | --- | --- |\n",
     ]
@@ -72,21 +72,21 @@ def by_format(shape: str, results: Path) -> str:
             name.removeprefix(shape).removeprefix("_").replace("_kv_", ", KV cache in ").replace("kv_", "KV cache in ")
         )
         ours, theirs = {line[0]: line[1] for line in found}, {line[0]: line[2] for line in found}
-        for who, figures in (("preheat", ours), (anchors()["engine"], theirs)):
+        for who, figures in (("preheat", ours), (anchor(name)["engine"], theirs)):
             if any(figures.get(figure) is not None for figure in FORMAT_FIGURES):
                 shown_figures = " | ".join(shown(figures.get(figure)) for figure in FORMAT_FIGURES)
                 lines.append(f"| {what or 'bfloat16'} | {who} | {shown_figures} |\n")
         if parts:
-            remarks.append(f"{what or 'bfloat16'}: {taken(parts)}")
+            remarks.append(f"{what or 'bfloat16'}: {taken(parts, name)}")
     return "".join(lines) + "\n" + "\n".join(remarks) + "\n\n"
 
 
-def taken(parts: dict[str, Any]) -> str:
-    """Return a sentence with the machines, versions and commits of our figures."""
+def taken(parts: dict[str, Any], shape: str) -> str:
+    """Return a sentence with the machines, versions and commits of our figures, and of vLLM's of ``shape``."""
     if not parts:
         return "preheat has not been measured here yet."
     found = {_machine(entry["machine"]) for entry in parts.values()}
-    return f"preheat: {'; '.join(sorted(found))}. vLLM: {anchors()['machine']}."
+    return f"preheat: {'; '.join(sorted(found))}. vLLM: {anchor(shape)['machine']}."
 
 
 def _machine(machine: dict[str, Any]) -> str:
@@ -209,7 +209,7 @@ def svg(shape: str, results: Path) -> str | None:
     ours = read_parts(results / f"{shape}.json").get("latency", {}).get("figures", {}).get("itl_ms")
     if not ours:
         return None
-    theirs = anchors()["shapes"].get(shape, {})
+    theirs = anchor(shape)
     series = [ours, *(theirs.get(kind, {}).get("itl_ms", {}) for kind in ("default", "invariant"))]
     top = max(value for each in series for value in each.values())
     step = (WIDTH - LEFT) / len(ours)
@@ -230,7 +230,7 @@ def svg(shape: str, results: Path) -> str | None:
                 labels.append(f'<text {at} font-size="8.5" text-anchor="middle">{each[batch]:g}</text>')
     parts += labels
     for number, (name, color) in enumerate(zip(PLOTTED, COLORS, strict=True)):
-        label = name if number == 0 else f"{anchors()['engine']} {name}"
+        label = name if number == 0 else f"{theirs['engine']} {name}"
         x = LEFT + number * 200
         parts.append(
             f'<rect x="{x}" y="26" width="10" height="10" fill="{color}"/><text x="{x + 16}" y="36">{label}</text>'

@@ -15,12 +15,18 @@ Row = tuple[str, float | None, float | None, float | None]
 
 @cache
 def anchors() -> dict[str, Any]:
-    """Return vLLM's figures for the same workloads on one machine.
+    """Return vLLM's figures for the same workloads.
 
-    They have its name, the machine, and figures by shape.
+    They have its name with its version, the machine, and figures by shape.
     """
     found: dict[str, Any] = json.loads(ANCHORS.read_text(encoding="utf-8"))
     return found
+
+
+def anchor(shape: str) -> dict[str, Any]:
+    """Return vLLM's figures of ``shape``, with the version and the machine that gave them."""
+    every = anchors()
+    return {"engine": every["engine"], "machine": every["machine"], **every["shapes"].get(shape, {})}
 
 
 def rows(shape: str, parts: Mapping[str, Any]) -> list[Row]:
@@ -29,7 +35,7 @@ def rows(shape: str, parts: Mapping[str, Any]) -> list[Row]:
     ``parts``: see ``report.read_parts``.
     """
     ours = flat(parts)
-    theirs = anchors()["shapes"].get(shape, {})
+    theirs = anchor(shape)
     default, invariant = (_flat_anchor(theirs.get(kind, {})) for kind in ("default", "invariant"))
     names = list(dict.fromkeys([*ours, *default, *invariant]))
     order = {name: place for place, name in enumerate([*default, *ours])}
@@ -82,7 +88,7 @@ def _sweep(lines: list[dict[str, Any]]) -> dict[str, float | None]:
 
 def render(shape: str, parts: Mapping[str, Any]) -> str:
     """Return the rows as text, for a terminal."""
-    name = anchors()["engine"]
+    name = anchor(shape)["engine"]
     lines = [("", "preheat", name, f"{name} invariant")]
     lines += [(row[0], shown(row[1]), shown(row[2]), shown(row[3])) for row in rows(shape, parts)]
     widths = [max(len(line[column]) for line in lines) for column in range(4)]
