@@ -133,8 +133,12 @@ REFUSED = [
 
 BODIES: dict[str, tuple[type, dict[str, Any], str]] = {
     COMPLETIONS: (CompletionRequest, {"prompt": "x"}, ""),
-    CHAT: (ChatRequest, {"messages": MESSAGES, "logprobs": True}, ""),
-    "/v1/responses": (ResponsesRequest, {"input": "x", "include": ["message.output_text.logprobs"]}, ""),
+    CHAT: (ChatRequest, {"messages": MESSAGES, "logprobs": True, "max_completion_tokens": 1}, ""),
+    "/v1/responses": (
+        ResponsesRequest,
+        {"input": "x", "include": ["message.output_text.logprobs"], "max_output_tokens": 1},
+        "",
+    ),
     "/v1/messages": (MessagesRequest, {"messages": MESSAGES, "max_tokens": 1}, ""),
     "/inference/v1/generate": (SamplingParams, {"token_ids": [5]}, "sampling_params"),
 }
@@ -151,7 +155,7 @@ def test_an_error_names_the_field_that_the_client_sent(scripted: Server, path: s
             continue
         for number in (10**9 * 3, -(10**9) * 3):
             given = {name: number}
-            answer = scripted.post(path, body | ({within: given} if within else given))
+            answer = scripted.post(path, body | ({within: {"max_tokens": 1} | given} if within else given))
             if answer.status == 400:
                 refused.add(name)
                 said = answer.json["error"]["message"]
