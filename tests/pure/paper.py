@@ -486,7 +486,7 @@ class Harness:
         assert (schedule.num_sampled[decode] == 1).all()
         assert not drafted[: schedule.rows - int(drafted.sum())].any(), "rows with drafts come last"
         assert schedule.rows - schedule.num_decode <= (limits.max_num_prefill_seqs or limits.max_num_seqs)
-        if scheduler.mixed_steps:
+        if scheduler.composer.mixed_steps:
             going = [slot for slot in order if slot in schedule.slots or self._can_run(slot)]
             assert going[0] in schedule.slots, "the earliest arrival must advance at every step"
         waiting = sorted(scheduler.waiting.values(), key=lambda each: each.rank)

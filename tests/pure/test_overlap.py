@@ -11,6 +11,7 @@ from preheat.core import Drain, ToEngine
 from preheat.engine.launch_timer import LaunchTimer
 from preheat.engine.loop import Loop
 from preheat.schedule import results as results_module
+from preheat.schedule.composer import Composer
 from preheat.schedule.scheduler import Caching, Scheduler
 from tests.pure.paper import JUNK, Harness, WrongCache, limits, reference, request
 
@@ -165,16 +166,16 @@ def test_preempting_waits_for_all_steps_in_flight(monkeypatch) -> None:
 
 def test_control_preempting_with_a_step_in_flight_is_noticed(monkeypatch) -> None:
     """Control: preempting with a step in flight keeps an incomplete list of tokens."""
-    right = Scheduler._make_room
+    right = Composer._make_room
 
     def hasty(self, step, slots):
-        flying, self._in_flight = self._in_flight, []
+        flying, self.in_flight = self.in_flight, []
         try:
             return right(self, step, slots)
         finally:
-            self._in_flight = flying
+            self.in_flight = flying
 
-    monkeypatch.setattr(Scheduler, "_make_room", hasty)
+    monkeypatch.setattr(Composer, "_make_room", hasty)
     with pytest.raises((AssertionError, RuntimeError)):
         busy()
 

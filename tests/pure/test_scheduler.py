@@ -512,7 +512,7 @@ def comparisons(monkeypatch, queue: type[WaitingQueue], count: int) -> int:
     monkeypatch.setattr(Sequence, "__eq__", equal)
     scheduler = Scheduler(limits())
     assert type(scheduler.waiting) is WaitingQueue
-    scheduler.waiting = queue()
+    scheduler.waiting = scheduler.composer.waiting = queue()
     for number in range(count):
         scheduler.add(request(number, [1]))
     ids = list(range(count))
