@@ -142,9 +142,9 @@ Row = Works | Refused
 
 
 @cache
-def _sides(row: Row) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the traits of each side of ``row``."""
-    return frozenset(row.left.split()), frozenset(row.right.split())
+def _traits_in(side: str) -> frozenset[str]:
+    """Return the traits of a side of a row."""
+    return frozenset(side.split())
 
 
 def pairs(row: Row) -> Iterator[tuple[str, str]]:
@@ -530,7 +530,9 @@ def check(on: Collection[str], lacking: Mapping[str, Lacks] = MappingProxyType({
     ``lacking`` has the missing traits by place, such as a backend.
     """
     for row in ROWS:
-        if isinstance(row, Refused) and not any(side.isdisjoint(on) for side in _sides(row)):
+        if not isinstance(row, Refused) or _traits_in(row.left).isdisjoint(on):
+            continue
+        if not _traits_in(row.right).isdisjoint(on):
             for pair in pairs(row):
                 _refuse(on, pair, f"do not work together{' yet' * row.yet}: {row.reason}")
     for where, lacks in lacking.items():

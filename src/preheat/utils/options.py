@@ -63,7 +63,7 @@ class Option:
     def flag(self) -> str:
         return "--" + self.name.replace("_", "-")
 
-    @property
+    @functools.cached_property
     def env_names(self) -> tuple[str, ...]:
         """The environment variables of this option; the first one that is set counts."""
         return tuple(name for name in (f"PREHEAT_{self.name.upper()}", self.later_env, self.env) if name)

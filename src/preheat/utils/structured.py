@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import cache
-from importlib import metadata
 from importlib.util import find_spec
 from types import MappingProxyType
 from typing import Any
@@ -17,6 +16,7 @@ import msgspec
 from preheat.core import StructuredOutputsParams
 from preheat.errors import SettingsError
 from preheat.utils.files import read_text, shown, why_unread
+from preheat.utils.versions import version_of
 
 BACKENDS: Mapping[str, str] = MappingProxyType(
     {"auto": "llguidance", "guidance": "llguidance", "xgrammar": "xgrammar", "none": ""}
@@ -74,7 +74,7 @@ def library_of(settings: Any) -> str:
 def library_version(settings: Any) -> str:
     """Return the library and its version; in another version, the same grammar may allow other tokens."""
     library = library_of(settings)
-    return f"{library} {metadata.version(library)}"
+    return f"{library} {version_of(library)}"
 
 
 def with_config(params: StructuredOutputsParams, config: StructuredOutputsConfig) -> StructuredOutputsParams:
