@@ -267,7 +267,8 @@ def planned(settings: Settings, *, as_json: bool = False) -> str:
     mode = resolve(facts, settings)
     may_change = instead(facts, settings) is not None
     check_traits(with_defaults(settings, facts), facts, None if may_change else mode)
-    spec = pooled_spec(settings, find_model(settings, with_weights=False), _spec(settings, facts))
+    folder = find_model(settings, with_weights=False)
+    spec = pooled_spec(settings, folder, read_config(folder, settings.hf_overrides), _spec(settings, facts))
     settings = for_model(settings, facts, spec)
     here = facts.in_mode(mode)
     dtype, _ = resolve_dtype(settings.dtype, spec.dtype, native_bfloat16=True, float16=here.float16)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from preheat.errors import ModelError
 from preheat.model.families import spec_of
@@ -20,12 +22,11 @@ from preheat.utils.pooling import pooling_of
 def stated_spec(settings: Settings, folder: Path) -> ModelSpec:
     """Return the spec of the model in ``folder``; an engine that pools has no head."""
     config = read_config(folder, settings.hf_overrides)
-    return pooled_spec(settings, folder, spec_of(config, settings))
+    return pooled_spec(settings, folder, config, spec_of(config, settings))
 
 
-def pooled_spec(settings: Settings, folder: Path, spec: ModelSpec) -> ModelSpec:
-    """Return ``spec``, or for an engine that pools ``spec`` without its head."""
-    config = read_config(folder, settings.hf_overrides)
+def pooled_spec(settings: Settings, folder: Path, config: Mapping[str, Any], spec: ModelSpec) -> ModelSpec:
+    """Return ``spec``, or for an engine that pools ``spec`` without its head. ``config`` is the folder's."""
     pooling = pooling_of(settings, folder, config)
     if pooling is None:
         return spec

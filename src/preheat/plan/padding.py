@@ -5,8 +5,10 @@ Rows are uniform, lengths uniform on a logarithmic scale.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
+from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -46,12 +48,11 @@ def padding_by_phase(dispatcher: Dispatcher, *, context: bool = True) -> dict[st
     return {phase: _measure(dispatcher, *_sampled(part.region), context) for phase, part in dispatcher.phases.items()}
 
 
-def _measure(dispatcher: Dispatcher, sizes: Iterable[StepSize], spread: str, context: bool) -> Padding:
-    extra, worst, worst_need, count, added, before = 0.0, -1.0, "", 0, 0.0, None
-    for size in sizes:
-        if size != before:  # a small plan has fewer sizes than samples, and equal ones follow each other
-            added, before = _added(dispatcher, size, context), size
-        extra, count = extra + added, count + 1
+def _measure(dispatcher: Dispatcher, sizes: Iterable[tuple[StepSize, int]], spread: str, context: bool) -> Padding:
+    extra, worst, worst_need, count = 0.0, -1.0, "", 0
+    for size, times in sizes:
+        added = _added(dispatcher, size, context)
+        extra, count = extra + times * added, count + times
         if added > worst:
             worst, worst_need = added, str(size)
     return Padding(extra / count, worst, worst_need, count, spread)
@@ -75,7 +76,8 @@ def _exact(size: StepSize) -> Bucket:
     return Bucket.decode(size.rows, longest=size.longest, blocks=size.blocks)
 
 
-def _sampled(region: Region) -> tuple[Iterator[StepSize], str]:
+def _sampled(region: Region) -> tuple[Iterator[tuple[StepSize, int]], str]:
+    """Return sampled sizes, each with its number of samples, and a description of the samples."""
     a, b = region.bounds
     if region.phase == "mixed":
         lengths = _log_spaced(SHORTEST, a)
@@ -86,28 +88,24 @@ def _sampled(region: Region) -> tuple[Iterator[StepSize], str]:
         return sizes, f"one row, tokens log-uniform over {lengths[0]}-{lengths[-1]}"
     if region.phase == "verify":
         rows = range(1, a + 1, max(1, a // SAMPLES))
-        return (region.step_size(row, int(region.top(np.asarray(row)))) for row in rows), f"rows uniform over 1-{a}"
+        sizes = _each(rows, lambda row: region.step_size(row, int(region.top(np.asarray(row)))))
+        return sizes, f"rows uniform over 1-{a}"
     rows_evenly = sorted({int(row) for row in np.linspace(1, a, min(a, SAMPLES))})
     if isinstance(region, DecodeByBlocks | DecodeByLength):
         return _sampled_decodes(region, rows_evenly), f"rows uniform over 1-{a}, contexts log-uniform"
-    return (region.step_size(row, 0) for row in rows_evenly), f"rows uniform over 1-{a}"
+    return _each(rows_evenly, lambda row: region.step_size(row, 0)), f"rows uniform over 1-{a}"
 
 
-def _each(lengths: list[int], size_of: Callable[[int], StepSize]) -> Iterator[StepSize]:
-    """Yield the size of each length. Equal lengths follow each other in a small plan, and share their size."""
-    before: int | None = None
-    for length in lengths:
-        if length != before:
-            before, size = length, size_of(length)
-        yield size
+def _each(lengths: Sequence[int], size_of: Callable[[int], StepSize]) -> Iterator[tuple[StepSize, int]]:
+    """Yield the size of each length. Equal lengths follow each other in a small plan, and are one size."""
+    return ((size_of(length), len(list(alike))) for length, alike in groupby(lengths))
 
 
-def _sampled_decodes(region: DecodeByBlocks | DecodeByLength, rows: list[int]) -> Iterator[StepSize]:
+def _sampled_decodes(region: DecodeByBlocks | DecodeByLength, rows: list[int]) -> Iterator[tuple[StepSize, int]]:
     for row in rows[:: max(1, len(rows) // 128)]:
         top = int(region.top(np.asarray(row)))
         low = row if isinstance(region, DecodeByBlocks) else SHORTEST
-        for value in _log_spaced(low, top, 16):
-            yield region.step_size(row, value)
+        yield from _each(_log_spaced(low, top, 16), partial(region.step_size, row))
 
 
 def _log_spaced(low: int, high: int, samples: int = SAMPLES) -> list[int]:
