@@ -25,7 +25,7 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Generic, TypeVar
 
-from preheat.utils.gc import keep_imports, paused
+from preheat.utils.gc import kept_imports
 
 OWN = ("PREHEAT_", "PYTEST_", "PYTHONPATH", "PATH", "LOOP_WATCH")
 """Beginnings of variables that no import reads: a forked process may have others."""
@@ -195,10 +195,9 @@ def _become(message: bytes, descriptors: list[int]) -> str:
 
 def main() -> None:
     line = socket.socket(fileno=int(sys.argv[1]))
-    with paused():
+    with kept_imports():
         for name in sys.argv[2:]:
             importlib.import_module(name)
-    keep_imports()
     code = fork_each(line)
     sys.modules["__main__"] = program = types.ModuleType("__main__")
     exec(compile(code, "<string>", "exec"), program.__dict__)

@@ -56,7 +56,7 @@ from preheat.settings.paths import check_paths
 from preheat.transport import EngineTransport, InlineTransport
 from preheat.utils import pycache
 from preheat.utils.caches import cache_root
-from preheat.utils.gc import collect_and_freeze, keep_imports, paused
+from preheat.utils.gc import collect_and_freeze, kept_imports
 from preheat.utils.log import set_up_logging
 from preheat.utils.pooling import pooling_of
 from preheat.utils.structs import describe_structs
@@ -326,9 +326,8 @@ def boot_engine(
         _spec(settings)  # report an invalid config before torch is imported
         trace = open_trace(settings.profiler_enabled)
         wake(settings.device)
-        with trace.span("Importing torch"), pycache.kept(cache_root(settings)), paused():
+        with trace.span("Importing torch"), pycache.kept(cache_root(settings)), kept_imports():
             from preheat.boot import boot
-        keep_imports()
         return boot(settings, transport, before_ready, started=started, trace=trace, backend=backend)
 
 

@@ -5,14 +5,13 @@ from __future__ import annotations
 import sys
 from multiprocessing.connection import Connection
 
-from preheat.utils.gc import keep_imports, paused
+from preheat.utils.gc import kept_imports
 
 
 def main() -> None:
     """Import torch without collections of garbage, and be the rank on the descriptor's line."""
-    with paused():
+    with kept_imports():
         from preheat.parallel.worker import run
-    keep_imports()
     run(int(sys.argv[1]), Connection(int(sys.argv[2])), door=None)
 
 

@@ -65,12 +65,6 @@ class WholeWalks:
             self._kept, self._next = sys.getallocatedblocks(), now + WALK_SECONDS
 
 
-@functools.cache
-def keep_imports() -> None:
-    """Collect and freeze once torch is imported, the first time only: most objects of a process are its modules."""
-    collect_and_freeze()
-
-
 @contextmanager
 def paused() -> Iterator[None]:
     """Let nothing be collected inside."""
@@ -81,6 +75,22 @@ def paused() -> Iterator[None]:
     finally:
         if enabled:
             gc.enable()
+
+
+@contextmanager
+def kept_imports() -> Iterator[None]:
+    """Import torch inside, and never look at the objects of a process so far, the first time only.
+
+    Most objects of a process are its modules. The walk over all objects comes before the import, where they are few: of
+    320,000 objects behind it, it would find 7,000 without references in 0.2 s.
+    """
+    _collect_first()
+    with paused():
+        yield
+    _freeze_first()
+
+
+_collect_first, _freeze_first = functools.cache(gc.collect), functools.cache(gc.freeze)
 
 
 def give_back_memory(shutdown_ray: bool = False) -> None:
