@@ -43,6 +43,7 @@ from preheat.backends.cpu.llvm.packed import PackedNorm
 from preheat.backends.cpu.llvm.team import Team
 from preheat.limits import Limits
 from preheat.ops.norm import ReplacingNorm
+from preheat.utils.gc import paused
 
 _FRAME_WORDS = 64
 _X, _ATTENDED, _ROWS = 2, 3, 4  # words of a listed job
@@ -343,18 +344,19 @@ def _sources(
 
     Fronts and backs take about the same time to compile, so they are two sources.
     """
-    fronts, backs = ir.Module("fronts"), ir.Module("backs")
-    fronts.triple = backs.triple = targets.here().triple
-    for kind, number in kinds.items():
-        functions.front(fronts, f"front{number}", kind)
-        functions.back(backs, f"back{number}", kind)
-    for how, number in alone.items():
-        functions.alone(backs, f"alone{number}", how)
-    functions.norms(fronts, "norm", final_norm)
-    embeds(fronts)
-    functions.take(fronts, "take", final_norm.size, width)
-    job.jobs(fronts, COUNTERS)
-    return str(fronts), str(backs)
+    with paused():  # a source is tens of thousands of objects, and drops none before it is written
+        fronts, backs = ir.Module("fronts"), ir.Module("backs")
+        fronts.triple = backs.triple = targets.here().triple
+        for kind, number in kinds.items():
+            functions.front(fronts, f"front{number}", kind)
+            functions.back(backs, f"back{number}", kind)
+        for how, number in alone.items():
+            functions.alone(backs, f"alone{number}", how)
+        functions.norms(fronts, "norm", final_norm)
+        embeds(fronts)
+        functions.take(fronts, "take", final_norm.size, width)
+        job.jobs(fronts, COUNTERS)
+        return str(fronts), str(backs)
 
 
 def _list_of(jobs: int) -> np.ndarray:
