@@ -13,10 +13,14 @@ import functools
 import os
 import sys
 from collections.abc import Callable
+from operator import is_
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+SILENT = ("__init__", "machine")
+"""Modules that write no sources."""
 
 
 def folder_of(paths: pytest.TempPathFactory) -> Path:
@@ -64,13 +68,19 @@ def share(folder: Path) -> Callable[[], None]:
 def writers() -> list[object]:
     """Return the code and the constants that write the sources: a test that plants a fault replaces one of them."""
     package = "preheat.backends.cpu.llvm."
-    loaded = sorted(name for name in sys.modules if name.startswith(package))
-    modules = [sys.modules[name] for name in loaded if name != f"{package}machine"]  # it counts, and writes nothing
+    modules = [sys.modules[name] for name in _module_names(package) if name in sys.modules]
     found = [value for module in modules for value in vars(module).values()]
     classes = [value for value in found if isinstance(value, type) and value.__module__.startswith(package)]
     return found + [value for each in classes for value in tuple(vars(each).values())]
 
 
+@functools.cache
+def _module_names(package: str) -> list[str]:
+    """Return the names of the modules of ``package`` that write sources: machine counts, and writes nothing."""
+    (folder,) = sys.modules[package.rstrip(".")].__path__
+    return sorted(f"{package}{path.stem}" for path in Path(folder).glob("*.py") if path.stem not in SILENT)
+
+
 def same(one: list[object], other: list[object]) -> bool:
     """Return whether two lists have the same objects."""
-    return len(one) == len(other) and all(map(lambda a, b: a is b, one, other))
+    return len(one) == len(other) and all(map(is_, one, other))
