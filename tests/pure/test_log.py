@@ -9,6 +9,7 @@ import io
 import json
 import logging
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -110,11 +111,17 @@ class Pipe:
         self.stream = BackgroundStream(self.file, held)
 
     def fill(self) -> None:
-        """Write until neither the pipe nor the stream takes more."""
-        while self.stream._held < 9_000:
+        """Write until neither the pipe nor the stream takes more.
+
+        A full stream is not enough: its thread may not have had a processor, and would fill the pipe later.
+        """
+        before, room = 0, True
+        while room or not 9_000 < self.stream._held == before:
+            before = self.stream._held
             for _ in range(1000):
                 self.stream.write("x" * 99 + "\n")
             time.sleep(0.02)  # the thread fills the pipe meanwhile
+            room = bool(select.select([], [self.file], [], 0)[1])
 
     def read_rest(self) -> bytes:
         """Read until the stream holds nothing, for ten seconds at most.
