@@ -60,7 +60,7 @@ REFUSED = [
     ({"top_p": 0.5}, "top_p", "does not look at"),
     ({"stop": ["x"]}, "stop", "does not look at"),
     ({"prompt_logprobs": 1}, "prompt_logprobs", "does not look at"),
-    ({"guided_regex": "a+"}, "structured_outputs", "does not look at"),
+    ({"guided_regex": "a+"}, "guided_regex", "does not look at"),
     ({"best_of": 5}, "best_of", "leave best_of out"),
     ({"length_penalty": 20}, "length_penalty", "between"),
     ({"early_stopping": True}, "early_stopping", "not supported"),

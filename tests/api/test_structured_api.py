@@ -81,8 +81,8 @@ def json_schema(schema: object) -> dict[str, object]:
 
 
 BAD = [
-    (json_schema({"type": "string", "not": {"const": "x"}}), "structured_outputs.json", r"\$\.not"),
-    (json_schema({"$ref": "#/nowhere"}), "structured_outputs.json", "does not exist"),
+    (json_schema({"type": "string", "not": {"const": "x"}}), "response_format", r"\$\.not"),
+    (json_schema({"$ref": "#/nowhere"}), "response_format", "does not exist"),
     ({"response_format": {"type": "json_schema"}}, "response_format.json_schema", "missing"),
     ({"response_format": {"type": "json_object", "triggers": []}}, "response_format.triggers", "no meaning"),
     ({"response_format": {"type": "xml"}}, "response_format.type", "xml"),
@@ -90,6 +90,7 @@ BAD = [
     ({"structured_outputs": {"regex": "a", "choice": ["b"]}}, "structured_outputs", "regex and choice"),
     ({"structured_outputs": {"regex": "(a"}}, "structured_outputs.regex", "unclosed"),
     ({"structured_outputs": {"grammar": "???"}}, "structured_outputs.grammar", "neither"),
+    ({"guided_json": "{"}, "guided_json", "not valid JSON"),
     ({"structured_outputs": {"json": "{"}}, "structured_outputs.json", "not valid JSON"),
     ({"structured_outputs": {"regex": "a", "disable_any_whitespace": True}}, "structured_outputs", "white space"),
     ({"structured_outputs": {"backend": "x"}}, "structured_outputs", "exactly one"),

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from preheat import LLM, LoRARequest, SamplingParams
 from preheat.backends.cpu.backend import CpuBackend
-from preheat.errors import InvalidRequest, ModelError, NotInvariant
+from preheat.errors import ContextTooLong, InvalidRequest, ModelError, NotInvariant
 from preheat.frontend.images import Images, PixelConfig
 from preheat.frontend.outputs import RequestOutput
+from preheat.frontend.room import Room
 from preheat.model import vision
 from preheat.model.families import read_spec
 from preheat.model.loader import load_weights
@@ -52,6 +53,9 @@ PROMPTS = [
     ("an image at the very end <image>", [C]),
 ]
 Found = list[tuple[list[int], Tensor]]
+
+ANY = Room(1 << 20, lambda positions: ContextTooLong(f"{positions} positions"))
+"""Room for all images of a test."""
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +143,7 @@ def test_cached_prefixes_keep_images_apart(llm, together):
     assert all(same(run(llm, PROMPTS[1:2]) + run(llm, PROMPTS[2:3]), together[1:3]))
     shared = llm.loop.scheduler.stats().prefix_hits - before
     tokens = llm.frontend.tokenizer.encode(PROMPTS[1][0])
-    _, segments = llm.frontend.images.place(tokens, llm.frontend.images.load(PROMPTS[1][1]))
+    _, segments = llm.frontend.images.place(tokens, llm.frontend.images.load(PROMPTS[1][1], ANY))
     assert shared == segments[1].start // 16 * 16 > 0  # in whole blocks
     assert all(same(run(llm), together))
 
@@ -152,8 +156,8 @@ def test_images_are_hashed_by_their_pixels(llm):
     images = llm.frontend.images
     again = A.copy()
     again.info["comment"] = b"another image"
-    assert images.decode(again).hash == images.decode(A).hash == images.load([data_url(A)])[0].hash
-    assert images.load([data_url(A, "JPEG")])[0].hash != images.decode(A).hash
+    assert images.decode(again).hash == images.decode(A).hash == images.load([data_url(A)], ANY)[0].hash
+    assert images.load([data_url(A, "JPEG")], ANY)[0].hash != images.decode(A).hash
     moved = A.copy()
     moved.putpixel((20, 16), (0, 0, 0))
     assert images.decode(moved).hash != images.decode(A).hash

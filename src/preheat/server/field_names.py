@@ -56,6 +56,8 @@ def respelled(error: PreheatError, names: Names) -> PreheatError:
         # A plain word, such as stop, is a name only where a message begins with it.
         pattern = _word(engine) if "_" in engine else re.compile(rf"\A{engine}(?![\w'])")
         message = pattern.sub(own, message)
+    if name is not None and rest.startswith(".") and name.rpartition(".")[2] != field:
+        rest = ""  # the client's value has parts of its own
     param = error.param if name is None else f"{name}{rest}"
     return error if (message, param) == (error.message, error.param) else type(error)(message, param=param)
 
