@@ -47,6 +47,7 @@ from preheat.frontend.request_state import CheckedParams, Choice, RequestState
 from preheat.frontend.room import Room
 from preheat.frontend.stop import StopChecker
 from preheat.frontend.tokenizer import Tokenizer
+from preheat.utils.parts import parts
 
 if TYPE_CHECKING:
     from preheat.frontend.images import Images  # needs Pillow; models without images do without it
@@ -341,8 +342,10 @@ class InputProcessor:
         return self._reasoning.thinking(budget, state.shown_ids, state.phase, sorted(state.call_ids))
 
     def _checked_ids(self, prompt: Sequence[int]) -> list[int]:
+        ids: list[int] = []
         try:
-            ids = list(map(operator.index, prompt))
+            for part in parts(prompt):
+                ids += map(operator.index, part)
         except TypeError as error:
             raise InvalidRequest("A prompt of token ids must hold whole numbers only", param="prompt") from error
         self.checker.check_vocabulary(ids, "prompt")

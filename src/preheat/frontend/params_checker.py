@@ -18,6 +18,7 @@ from preheat.frontend.reasoning import ReasoningFormat
 from preheat.frontend.request_state import CheckedParams
 from preheat.frontend.stop import StopStrings
 from preheat.frontend.tokenizer import Tokenizer
+from preheat.utils.parts import parts
 
 MAX_STOP_STRINGS = 128
 MAX_STOP_CHARS = 16_384
@@ -49,8 +50,8 @@ class ParamsChecker:
     def check_vocabulary(self, ids: Collection[int], param: str) -> None:
         """Raise InvalidRequest, naming ``param``, if an id is outside the model's vocabulary."""
         size = self._tokenizer.vocab_size
-        bad = next((id for id in (min(ids), max(ids)) if not 0 <= id < size), None) if ids else None
-        if bad is not None:
+        ends = (end for part in parts(ids) for end in (min(part), max(part)))
+        if (bad := next((id for id in ends if not 0 <= id < size), None)) is not None:
             raise InvalidRequest(f"{param} has token id {bad}, but ids must be in 0 .. {size - 1}", param=param)
 
     def check_logprobs(self, count: int | None, param: str) -> None:

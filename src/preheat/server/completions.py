@@ -31,6 +31,7 @@ from preheat.server.params import completion_logprobs, prepared, prompt_logprobs
 from preheat.server.schema import MAX_PROMPTS, CompletionRequest
 from preheat.server.stream import CompletionsWriter, Long
 from preheat.server.turns import INLINE_VALUES
+from preheat.utils.parts import parts
 
 DEFAULT_MAX_TOKENS = 16
 
@@ -120,12 +121,12 @@ def listed(
         frontend.input.check_length(prompt, params)
     elif not 1 <= len(prompt) <= MAX_PROMPTS:
         raise InvalidRequest(f"prompt must hold 1 to {MAX_PROMPTS} prompts, got {len(prompt)}", param="prompt")
-    ids = [item for item in prompt if isinstance(item, int)]
-    if not ids:
+    kinds = set[type]().union(*(map(type, part) for part in parts(prompt)))
+    if int not in kinds:
         return [item for item in prompt if not isinstance(item, int)]
-    if len(ids) < len(prompt):
+    if kinds != {int}:
         raise InvalidRequest("prompt must be one prompt of token ids or a list of prompts, not both", param="prompt")
-    return [ids]
+    return [prompt]  # type: ignore[list-item]  # ids alone
 
 
 def _best(state: RequestState, n: int) -> list[Choice]:
