@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -90,6 +91,16 @@ def test_a_layer_is_near_the_reference():
     for slot in (1, 2, 3):
         torch.testing.assert_close(made.plain(slot), states.matrix[slot], rtol=1e-3, atol=1e-4)
         assert torch.equal(made.states.window[slot], states.window[slot])
+
+
+@pytest.mark.parametrize(("heads", "value_heads"), [(4, 8), (8, 8), (8, 12), (8, 32)])
+def test_the_gated_norm_has_the_bits_of_one_head_a_program(heads, value_heads, monkeypatch):
+    value = replace(VALUE, value_heads=value_heads)
+    monkeypatch.setattr(delta, "FINISH_HEADS", 1)
+    expected = layer((33, 1), value).whole()
+    monkeypatch.setattr(delta, "FINISH_HEADS", heads)
+    found = layer((33, 1), value).whole()
+    assert all(map(torch.equal, found, expected)) and all(each.any() for each in expected)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 299])
