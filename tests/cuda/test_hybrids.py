@@ -14,7 +14,7 @@ from torch import Tensor
 
 from preheat import LLM, SamplingParams
 from preheat.backends.cuda import delta
-from preheat.backends.cuda.delta import DECODING, ONE, PROMPTS, Config, CudaRecurrences
+from preheat.backends.cuda.delta import DECODING, ONE, PROMPTS, Config, CudaRecurrences, Tile
 from preheat.core import StepStates
 from preheat.errors import NotInvariant
 from preheat.ops.delta import delta_rule
@@ -101,6 +101,42 @@ def test_the_gated_norm_has_the_bits_of_one_head_a_program(heads, value_heads, m
     monkeypatch.setattr(delta, "FINISH_HEADS", heads)
     found = layer((33, 1), value).whole()
     assert all(map(torch.equal, found, expected)) and all(each.any() for each in expected)
+
+
+def inputs_of(value: Recurrence, tile: Tile | None, patch: pytest.MonkeyPatch) -> list[Tensor]:
+    """Return the inputs of the recurrence in steps of cut prompts and of rows that decode; unwritten numbers are 7."""
+    made, seen = layer((38, 2, 4), value), list[Tensor]()
+    own = made.kernels.prepare
+
+    def prepare(*args: Any) -> None:
+        for each in args[-1]:
+            each.fill_(7.0)
+        own(*args)
+        seen.extend(each.clone() for each in args[-1])
+
+    patch.setattr(made.kernels, "prepare", prepare)
+    for name in ("PREPARE_PROMPTS", "PREPARE_DECODING"):
+        patch.setattr(delta, name, tile)
+    made.step((0, 17, 1, 1), (1, 1, 2, 2), (2, 2, 3, 3))
+    made.step((2, 1, 3, 3), (0, 20, 1, 1))
+    made.step((2, 1, 3, 3), (0, 1, 1, 1), (1, 1, 2, 2), width=1)
+    return seen
+
+
+@pytest.mark.parametrize("tile", [Tile(1, 2), Tile(2, 4), Tile(4, 4), Tile(8, 1)])
+@pytest.mark.parametrize(
+    "value",
+    [
+        VALUE,
+        replace(VALUE, value_heads=4, taps=2),
+        replace(VALUE, key_heads=2, key_dim=256, value_heads=6),
+        replace(VALUE, key_heads=1, key_dim=64, value_heads=1, taps=3),
+    ],
+)
+def test_inputs_have_the_bits_of_a_token_a_program(value, tile, monkeypatch):
+    expected, found = inputs_of(value, None, monkeypatch), inputs_of(value, tile, monkeypatch)
+    assert len(found) == 9 and all(map(torch.equal, found, expected))
+    assert all((each != 7).any() for each in found)
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 299])

@@ -19,6 +19,7 @@ from preheat.backends.base.backend import Backend
 from preheat.backends.base.device import HOST_COPIES
 from preheat.backends.cuda import delta_kernels as kernels
 from preheat.backends.cuda.delta_finish import WARP, finish_heads
+from preheat.backends.cuda.delta_prepare import prepare_heads, serves, value_unit
 from preheat.backends.cuda.delta_prompts import recur_prompts
 from preheat.backends.cuda.launch import INTERPRETED, options
 from preheat.core import StepStates
@@ -59,6 +60,18 @@ token ahead.
 
 FINISH_HEADS, FINISH_WARPS = 8, 4
 """The most value heads of a program of the gated norm, and its warps. Neither changes a bit."""
+
+
+class Tile(NamedTuple):
+    """The neighboring tokens of a program of :func:`prepare_heads`, and its most warps; neither changes a bit."""
+
+    tokens: int
+    warps: int
+
+
+PREPARE_DECODING: Tile | None = Tile(1, 2)
+PREPARE_PROMPTS: Tile | None = Tile(4, 4)
+"""For steps of decoding rows only, whose tokens share nothing, and for other steps; None: one token, head by head."""
 
 WINDOW_UNITS = 64
 """Programs that keep the windows of a row behind its prompt."""
@@ -161,13 +174,24 @@ class CudaRecurrences:
         self, inputs: StepInputs, x: Tensor, weights: DeltaWeights, states: DeltaStates, made: list[Tensor]
     ) -> None:
         """Fill ``made`` with keys beside queries, with values, and with the numbers of each value head."""
-        value = weights.value
-        kernels.prepare[(len(x), value.key_heads)](
-            x, inputs.positions, self.words, states.window, weights.taps, weights.rate, weights.bias,
-            kernels.places(value.key_dim, x.device), *made, x.stride(0), value.key_dim**-0.5,
-            KEY_HEADS=value.key_heads, SHARE=value.value_heads // value.key_heads, KEY=value.key_dim,
-            VALUE=value.value_dim, TAPS=value.taps, OWNERS=self._table.owners_at, enable_fp_fusion=False,
-            **options(num_warps=1, num_stages=1),
+        value, tile = weights.value, PREPARE_DECODING if inputs.width else PREPARE_PROMPTS
+        sizes = {
+            "KEY_HEADS": value.key_heads, "SHARE": value.value_heads // value.key_heads, "KEY": value.key_dim,
+            "VALUE": value.value_dim, "TAPS": value.taps, "OWNERS": self._table.owners_at, "enable_fp_fusion": False,
+        }  # fmt: skip
+        given = x, inputs.positions, self.words, states.window, weights.taps, weights.rate, weights.bias
+        factor = value.key_dim**-0.5
+        if INTERPRETED or tile is None or not serves(value):
+            kernels.prepare[(len(x), value.key_heads)](
+                *given, kernels.places(value.key_dim, x.device), *made, x.stride(0), factor, **sizes,
+                **options(num_warps=1, num_stages=1),
+            )  # fmt: skip
+            return
+        warps = math.gcd(value.key_heads, tile.warps)
+        units = value.key_heads // warps + value.value_size // value_unit(value.value_size, warps) + 1
+        prepare_heads[(-(-len(x) // tile.tokens), units)](
+            *given, *made, len(x), x.stride(0), factor, TOKENS=tile.tokens, **sizes,
+            **options(num_warps=warps, num_stages=1),
         )  # fmt: skip
 
     def finish(self, x: Tensor, answers: Tensor, weights: DeltaWeights, out: Tensor) -> None:
