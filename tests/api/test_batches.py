@@ -128,6 +128,7 @@ def test_batches_are_listed(client: openai.OpenAI) -> None:
         (line("1", "/v1/chat/completions").encode(), "invalid_url", 1),
         (line("1", stream=True).encode(), "invalid_request", 1),
         (line("1").replace("POST", "GET").encode(), "invalid_method", 1),
+        (line("1", prompt=[10**600] * 150).encode(), "invalid_request", 1),
     ],
 )  # fmt: skip
 def test_an_input_that_is_wrong_is_said(client: openai.OpenAI, data: bytes, code: str, at: int | None) -> None:

@@ -318,6 +318,8 @@ def test_digits_are_kept():
     assert exact_number("0.1") == 0.1 and isinstance(exact_number("1e5"), float)
     long = exact_number("0.12345678901234567890123")
     assert dumps([long, 2**80]) == f"[0.12345678901234567890123, {2**80}]"
+    with pytest.raises(ValueError, match="Number out of range"):
+        exact_number("1e" + "9" * 30)
     assert travels({"a": [1, 0.5, 2**64 - 1]}) and not travels([2**64]) and not travels({"a": long})
 
 

@@ -16,11 +16,11 @@ from preheat.errors import InvalidRequest
 from preheat.server.decoding import decode
 from preheat.server.schema import ChatRequest, CompletionRequest
 from preheat.utils import json_size as module
-from preheat.utils.json_size import MOST_CONTAINERS, MOST_IDS, MOST_VALUES, json_size
+from preheat.utils.json_size import MOST_CONTAINERS, MOST_DIGITS, MOST_IDS, MOST_VALUES, SHORT_DIGITS, json_size
 
 TEXTS = st.text(alphabet='a\\"[]{},:\n', max_size=9)
 VALUES = st.recursive(
-    TEXTS | st.integers() | st.booleans() | st.none(),
+    TEXTS | st.integers() | st.sampled_from([10**18, 10**19, -(10**25)]) | st.booleans() | st.none(),
     lambda inner: st.lists(inner, max_size=5) | st.dictionaries(TEXTS, inner, max_size=5),
     max_leaves=30,
 )
@@ -36,6 +36,14 @@ def counted(value: Any) -> tuple[int, int, int]:
     return 1 + values, 1 + containers, named + members
 
 
+def long_digits(value: Any) -> int:
+    """Return the digits behind the first ones of each number in decoded JSON."""
+    if isinstance(value, int):
+        return max(len(str(abs(value))) - SHORT_DIGITS, 0)
+    inner = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    return sum(map(long_digits, inner))
+
+
 @given(value=VALUES, chunk=st.sampled_from([1, 2, 3, 7, 1 << 18]), spaced=st.booleans())
 def test_never_too_few(value: Any, chunk: int, spaced: bool) -> None:
     text = json.dumps(value, indent=1 if spaced else None).encode()
@@ -43,13 +51,13 @@ def test_never_too_few(value: Any, chunk: int, spaced: bool) -> None:
         patch.setattr(module, "_CHUNK", chunk)
         found = json_size(text)
     values, containers, members = counted(value)
-    assert (found.containers, found.members) == (containers, members)
+    assert (found.containers, found.members, found.digits) == (containers, members, long_digits(value))
     assert values <= found.values <= values + containers
 
 
 def test_characters_within_strings_do_not_count() -> None:
-    text = json.dumps("[{,\\" * 100 + '"[' * 100).encode()
-    assert json_size(text) == (1, 0, 0)
+    text = json.dumps(("[{,\\" + "7" * 30) * 100 + '"[' * 100).encode()
+    assert json_size(text) == (1, 0, 0, 0)
     assert text.count(b"[") == 200  # a plain count would find these
 
 
@@ -75,6 +83,16 @@ def test_members_take_longer_than_items() -> None:
     bias = b",".join(b'"%d":1' % number for number in range(MOST_VALUES + 1))
     with pytest.raises(InvalidRequest, match=f"more than {MOST_VALUES:,} values with names"):
         decode(b'{"logit_bias":{%b}}' % bias, CompletionRequest)
+
+
+@pytest.mark.parametrize("length", [SHORT_DIGITS + 1, 640])
+def test_numbers_of_too_many_digits_are_not_decoded(length: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    most = MOST_DIGITS // (length - SHORT_DIGITS)
+    text = '{"prompt":"' + "9" * 2 * MOST_DIGITS + '","unknown":[%s]}'
+    assert decode((text % ",".join(["9" * length] * most)).encode(), CompletionRequest, {}).prompt
+    monkeypatch.setattr("preheat.server.decoding._decoded", None)
+    with pytest.raises(InvalidRequest, match=f"more than {MOST_DIGITS:,} digits in numbers .* send shorter numbers"):
+        decode((text % ",".join(["9" * length] * (most + 1))).encode(), CompletionRequest, {})
 
 
 def test_only_bodies_of_ids_may_have_so_many() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from decimal import Decimal
+
 import msgspec
 import pytest
 
@@ -184,6 +186,10 @@ ANY = {"type": "any_text"}
         ),
         ({"json": {"type": "string", "pattern": "a(b"}}, r"unclosed group at position 1 .*\(at \$\.pattern\)"),
         ({"json": '{"const": Infinity}'}, "Infinity is not a number"),
+        ({"json": '{"const": 1e%s}' % ("9" * 30)}, "not valid JSON: Number out of range"),
+        ({"json": '{"const": 1e9999999}'}, "1e9999999 has an exponent beyond 4,096"),
+        ({"json": {"maxItems": Decimal("-1E+9999999")}}, r"-1E\+9999999 has an exponent beyond 4,096"),
+        ({"json": "[%s]" % ("1," * 300_000)}, "structured_outputs.json: the JSON has more than 262,144 values"),
         ({"grammar": " "}, "structured_outputs.grammar: it is empty"),
         ({"structural_tag": {"tags": []}}, "tags is not supported"),
         ({"structural_tag": {"format": {}}}, "format must be an object with a type"),

@@ -9,6 +9,8 @@ from typing import Any
 
 from preheat.core import StructuredOutputsParams
 from preheat.errors import InvalidRequest
+from preheat.utils import json_size
+from preheat.utils.exact_json import decimal
 
 MAX_CHOICES = 10_000
 MAX_OBJECTS = 20_000
@@ -17,6 +19,9 @@ MAX_OBJECTS = 20_000
 MAX_TEXT = 2**17
 """Most characters of a grammar, of a regular expression, of all texts of a choice, or of a schema's names, patterns and
 values. The reason is the same."""
+
+MOST_EXPONENT = 4_096
+"""Greatest exponent of a number in a schema: other numbers are compared with it digit by digit."""
 
 OPTIONS = "x-guidance"
 """The key of schemas for options of llguidance elsewhere. Here the options would be ignored."""
@@ -59,13 +64,22 @@ def loaded_schema(params: StructuredOutputsParams, given: object, part: str) -> 
 def loaded(given: object, part: str) -> dict[str, Any]:
     """Return the object ``given``, or the object in its text. Raises InvalidRequest if it is neither."""
     if isinstance(given, str):
+        param = f"structured_outputs.{part}"
+        json_size.check_size(given.encode(errors="replace"), f"{param}: the JSON", param=param)
         try:
-            given = json.loads(given, parse_float=Decimal, parse_constant=_no_number)
+            given = json.loads(given, parse_float=_decimal, parse_constant=_no_number)
         except (ValueError, RecursionError) as error:
             raise refused(part, f"it is not valid JSON: {error}") from None
     if not isinstance(given, dict):
         raise refused(part, "it must be a JSON object")
     return given
+
+
+def _decimal(text: str) -> Decimal:
+    number = decimal(text)
+    if abs(number.adjusted()) > MOST_EXPONENT:
+        raise ValueError(f"{text[:40]} has an exponent beyond {MOST_EXPONENT:,}")
+    return number
 
 
 def _no_number(name: str) -> None:

@@ -11,8 +11,10 @@ from collections.abc import AsyncIterator, Collection, Iterator
 from itertools import islice
 from typing import BinaryIO
 
+from preheat.errors import InvalidRequest
 from preheat.server.batch_lines import BadLine, BatchLine, read_line
 from preheat.server.batch_schema import BatchError
+from preheat.utils.json_size import MOST_IDS, check_size
 
 MOST_LINES = 50_000
 """Most requests of a batch, as at OpenAI."""
@@ -36,7 +38,7 @@ def check_input(file: BinaryIO, endpoint: str, most_bytes: int) -> tuple[int, li
                 raise BadLine("line_too_long", f"the line has over {most_bytes} bytes (--max-body-bytes)")
             if len(seen) >= MOST_LINES:
                 raise BadLine("too_many_requests", f"a batch has at most {MOST_LINES} requests: make several")
-            seen.add(read_line(text, seen, (endpoint,)).custom_id)
+            seen.add(_read_line(text, seen, endpoint).custom_id)
         except BadLine as error:
             errors.append(BatchError(error.code, error.message, error.param, number))
             if len(errors) == MOST_ERRORS or error.code in ("line_too_long", "too_many_requests"):
@@ -44,6 +46,14 @@ def check_input(file: BinaryIO, endpoint: str, most_bytes: int) -> tuple[int, li
     if not seen and not errors:
         errors.append(BatchError("empty_file", "the file has no requests"))
     return len(seen), errors
+
+
+def _read_line(text: bytes, seen: Collection[str], endpoint: str) -> BatchLine:
+    try:
+        check_size(text, "the line", MOST_IDS)  # decoding holds Python's lock
+    except InvalidRequest as error:
+        raise BadLine("invalid_request", str(error)) from None
+    return read_line(text, seen, (endpoint,))
 
 
 async def missing_lines(

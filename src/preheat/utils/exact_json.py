@@ -4,16 +4,24 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from decimal import Decimal
+from decimal import Decimal, InvalidOperation
 from typing import Any
 
 _INTEGERS = range(-(2**63), 2**64)
 
 
 def exact_number(text: str) -> float | Decimal:
-    """Return the number in ``text``: a float if it is exact, else a Decimal."""
-    exact, near = Decimal(text), float(text)
+    """Return the number in ``text``: a float if it is exact, else a Decimal. Raises ValueError for a vast exponent."""
+    exact, near = decimal(text), float(text)
     return near if near - near == 0 and Decimal(repr(near)) == exact else exact
+
+
+def decimal(text: str) -> Decimal:
+    """Return the number in ``text`` exactly. Raises ValueError for an exponent that has no Decimal."""
+    try:
+        return Decimal(text)
+    except InvalidOperation:
+        raise ValueError("Number out of range") from None
 
 
 def dumps(value: Any) -> str:

@@ -1,7 +1,8 @@
-"""Number of values in a JSON text, counted before the text is decoded.
+"""Number of values in a JSON text, and digits of its numbers, counted before the text is decoded.
 
 A decoder holds Python's lock until it is done, so no other thread runs. Its time depends on the number of objects that
-it makes. Counting takes milliseconds for 16 MB, in numpy's loops; other threads run meanwhile.
+it makes, and on the digits of numbers that do not fit 64 bits. Counting takes milliseconds for 16 MB, in numpy's loops;
+other threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -21,10 +22,17 @@ MOST_IDS = 5 * MOST_VALUES
 MOST_CONTAINERS = 2**16
 """Most lists and objects in a body; each takes as long as several other values."""
 
+SHORT_DIGITS = 19
+"""Digits of numbers that decoders read at once; a longer number is copied, and its time grows with its length."""
+
+MOST_DIGITS = 2**15
+"""Most digits of a body behind the first :data:`SHORT_DIGITS` of their numbers, all numbers together."""
+
 _CHUNK = 1 << 18
 """Bytes that are counted together, so that their masks stay in a processor's cache."""
 
 _QUOTE, _BACKSLASH, _COMMA, _COLON = b'"\\,:'
+_ZERO, _NINE = b"09"
 _OPEN, _LOWER = ord("{"), 0x20
 """With this bit, ``[`` is ``{``; no other byte is."""
 
@@ -33,16 +41,18 @@ class JsonSize(NamedTuple):
     """The size of a JSON text.
 
     ``values``: their greatest possible number. Each value but the first follows a comma or an opening bracket.
-    ``containers``: the lists and objects among them. ``members``: the values with names, in objects.
+    ``containers``: the lists and objects among them. ``members``: the values with names, in objects. ``digits``: the
+    digits that follow at least :data:`SHORT_DIGITS` others in a number.
     """
 
     values: int
     containers: int
     members: int
+    digits: int
 
 
 def check_size(text: bytes, what: str, most: int = MOST_VALUES, param: str | None = None) -> None:
-    """Raise InvalidRequest if ``what``, the JSON in ``text``, has too many values to be decoded."""
+    """Raise InvalidRequest if ``what``, the JSON in ``text``, has too many values or digits to be decoded."""
     if len(text) <= MOST_CONTAINERS:
         return
     size = json_size(text)
@@ -53,11 +63,15 @@ def check_size(text: bytes, what: str, most: int = MOST_VALUES, param: str | Non
     ):
         if count > limit:
             raise InvalidRequest(f"{what} has more than {limit:,} {name}: send less in one request", param=param)
+    if size.digits > MOST_DIGITS:
+        many = f"more than {MOST_DIGITS:,} digits in numbers of more than {SHORT_DIGITS} digits"
+        raise InvalidRequest(f"{what} has {many}: send shorter numbers, or fewer", param=param)
 
 
 def json_size(text: bytes) -> JsonSize:
     """Return the size of a JSON ``text``; of any other text, some number."""
-    values, containers, members, inside, escape = 1, 0, 0, False, False
+    values, containers, members, digits, inside, escape = 1, 0, 0, 0, False, False
+    before = np.zeros(SHORT_DIGITS, bool)  # whether the last bytes of the chunk before are digits
     for start in range(0, len(text), _CHUNK):
         chunk = np.frombuffer(text, np.uint8, min(_CHUNK, len(text) - start), start)
         quotes = chunk == _QUOTE
@@ -71,7 +85,20 @@ def json_size(text: bytes) -> JsonSize:
         containers += opened
         values += opened + int(np.count_nonzero((chunk == _COMMA) & outside))
         members += int(np.count_nonzero((chunk == _COLON) & outside))
-    return JsonSize(values, containers, members)
+        numeric = np.concatenate((before, (chunk - _ZERO <= _NINE - _ZERO) & outside))
+        before = numeric[-SHORT_DIGITS:]
+        digits += int(np.count_nonzero(_after_others(numeric)))
+    return JsonSize(values, containers, members, digits)
+
+
+def _after_others(numeric: np.ndarray) -> np.ndarray:
+    """Return where :data:`SHORT_DIGITS` bytes and the next one are ``numeric``."""
+    length = 1
+    while length <= SHORT_DIGITS:
+        further = min(length, SHORT_DIGITS + 1 - length)
+        numeric = numeric[:-further] & numeric[further:]
+        length += further
+    return numeric
 
 
 def _escaped(backslashes: np.ndarray, first: bool) -> tuple[np.ndarray | None, bool]:
