@@ -23,9 +23,8 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.common.report import parser, save
-from preheat.backends.cuda.attention_values import Pieces, Places, Rows, Scores
+from preheat.backends.cuda.attention_values import Pieces, Places, Rows, Scores, Workspace
 from preheat.backends.cuda.paged_attention import (
-    Workspace,
     decode_attention,
     prefill_attention,
     prefill_config,

@@ -23,6 +23,7 @@ from triton.runtime.jit import mangle_type
 
 from preheat.backends.cuda import (
     attention_hopper,
+    attention_hopper_decode,
     linear_hopper,
     linear_hopper_fp8,
     linear_hopper_small_m,
@@ -392,7 +393,7 @@ def test_decoding_and_prompts_round_a_sink_alike(fused):
 
 
 def test_attention_is_compiled_without_fusion():
-    for module in (paged_attention, attention_hopper):
+    for module in (paged_attention, attention_hopper, attention_hopper_decode):
         calls = [each for each in ast.walk(ast.parse(inspect.getsource(module))) if isinstance(each, ast.Call)]
         launches = [call for call in calls if isinstance(call.func, ast.Subscript)]
         options = [{word.arg: ast.unparse(word.value) for word in call.keywords} for call in launches]
@@ -552,3 +553,25 @@ def test_prompts_multiply_keys_and_values_of_eight_bits_as_others(stored, dim):
     expected = {f"wgmma.mma_async.sync.aligned.m64n{size}k16.f32.bf16.bf16" for size in (64, dim)}
     assert {each for each in instructions(found) if each.startswith("wgmma")} == expected
     assert "cvt.bf16.f16" not in found.asm["ptx"]
+
+
+@pytest.mark.parametrize(("stored", "code"), [(torch.float8_e4m3fn, "e4m3x2"), (torch.float8_e5m2, "e5m2x2")])
+def test_decoding_rows_widen_codes_between_shared_memory_and_the_matrix_unit(stored, code):
+    kernel = attention_hopper_decode._decode
+    cache = torch.empty(4, 2, 2, 64, 128, dtype=torch.bfloat16).to(stored).view(torch.int16)
+    constants = {
+        "HEADS": 8, "KV_HEADS": 2, "DIM": 128, "BLOCK": 64, "SPLIT": 256, "WINDOW": 0, "E5": code == "e5m2x2",
+        "STAGES": attention_hopper_decode.STAGES, "overlap": True,
+    }  # fmt: skip
+    floats = dict.fromkeys(("parts", "tops", "totals", "sinks"), "*fp32")
+    types = dict.fromkeys(kernel.arg_names, "*i32") | dict.fromkeys(("scale", "value_scale"), "fp32") | floats
+    types |= dict.fromkeys(("q", "out"), "*bf16") | dict.fromkeys(("q_stride", "head_stride", "max_blocks"), "i32")
+    found = of_gluon(
+        kernel, {"cache": descriptor(cache, 1, 1, 1, 64, 64)}, constants, types,
+        num_warps=attention_hopper_decode.WARPS, enable_fp_fusion=False,
+    )  # fmt: skip
+    assert found.metadata.shared * attention_hopper_decode.PROGRAMS <= SHARED
+    assert instructions(found) == {"mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"}
+    lanes = 32 * attention_hopper_decode.WARPS
+    widened = len(re.findall(rf"cvt\.rn\.f16x2\.{code}", found.asm["ptx"]))
+    assert widened * 2 * lanes == 2 * 64 * 128  # each code of a tile of keys and of values once

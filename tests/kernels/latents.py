@@ -8,7 +8,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.cuda.attention_values import Latents, Pieces, Places, Rows
+from preheat.backends.cuda.attention_values import Latents, Pieces, Places, Rows, Workspace
 from preheat.backends.cuda.latent_attention import (
     DECODE,
     PROMPT,
@@ -20,7 +20,7 @@ from preheat.backends.cuda.latent_attention import (
 )
 from preheat.backends.cuda.latent_few import FewConfig, few_rows_attention
 from preheat.backends.cuda.latent_rotary import turn_and_write
-from preheat.backends.cuda.paged_attention import AttentionConfig, Workspace
+from preheat.backends.cuda.paged_attention import AttentionConfig
 from preheat.backends.cuda.work import decode_work, prefill_tiles, query_tiles
 from preheat.model.attention_specs import RopeSpec
 from preheat.model.rope import rope_table

@@ -8,10 +8,9 @@ import dataclasses
 import numpy as np
 import torch
 
-from preheat.backends.cuda.attention_values import Pieces, Places, Rows, Scores
+from preheat.backends.cuda.attention_values import Pieces, Places, Rows, Scores, Workspace
 from preheat.backends.cuda.paged_attention import (
     AttentionConfig,
-    Workspace,
     decode_attention,
     prefill_attention,
     prefill_config,

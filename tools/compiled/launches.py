@@ -23,7 +23,7 @@ from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda import latent_attention as latent
 from preheat.backends.cuda import paged_attention as paged
 from preheat.backends.cuda.activation import activate, clip, silu_and_mul
-from preheat.backends.cuda.attention_values import Latents, Pieces, Places, Rows, Scores
+from preheat.backends.cuda.attention_values import Latents, Pieces, Places, Rows, Scores, Workspace
 from preheat.backends.cuda.card import Card as Hardware
 from preheat.backends.cuda.collective import add_ranks
 from preheat.backends.cuda.delta import CudaRecurrences
@@ -143,7 +143,7 @@ def attention(hardware: Hardware) -> Iterator[tuple[str, Work]]:
         scores = Scores(0.1, value_scale=value_scale)
         name = f"heads {heads}/{kv} of {dim}, {model}, cache {stored}"
         for rows_, width in ((1, 1), (64, 1), (8, 4)):
-            space = paged.Workspace(64, 2048, heads, dim, META)
+            space = Workspace(64, 2048, heads, dim, META)
             work = partial(paged.decode_attention, q, *places, space, scores, Rows(rows_, width))
             yield f"decode {name}, {rows_} rows of {width}", work
         config = paged.prefill_config(dim, dtype, hardware)
@@ -168,7 +168,7 @@ def latents(hardware: Hardware) -> Iterator[tuple[str, Work]]:
     for heads, dtype in product((16, 20, 128), (torch.bfloat16, torch.float32)):
         cache, made = _empty(1024, 1, 1, 64, 576, dtype=dtype), _empty(2048, heads + 1, 576, dtype=dtype)
         places, pieces = Places(_whole(2048), _whole(2048), _whole(64, 512)), Pieces(_whole(64, 2), _whole(1))
-        space = paged.Workspace(64, 2048, heads, 512, META, scores=64 * heads * 512)
+        space = Workspace(64, 2048, heads, 512, META, scores=64 * heads * 512)
         rope = _empty(8192, 2, 1, 64, dtype=dtype)
         name = f"latents of {heads} heads, {str(dtype).removeprefix('torch.')}"
         for mode, rows_, width in ((latent.DECODE, 64, 1), (latent.VERIFY, 8, 4), (latent.PROMPT, 0, 1)):

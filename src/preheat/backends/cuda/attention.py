@@ -20,12 +20,12 @@ from preheat.backends.base.attention import Attend, AttentionLayer, AttentionWor
 from preheat.backends.base.backend import Backend
 from preheat.backends.base.device import HOST_COPIES
 from preheat.backends.cuda.attention_shape import Shape
-from preheat.backends.cuda.attention_values import Latents, Pieces, Places, Rows, Scores
+from preheat.backends.cuda.attention_values import Latents, Pieces, Places, Rows, Scores, Workspace
 from preheat.backends.cuda.block_table import DeviceTable
 from preheat.backends.cuda.latent_attention import DECODE, PROMPT, VERIFY, latent_attention, least_work
 from preheat.backends.cuda.latent_few import FEW, few_rows_attention
 from preheat.backends.cuda.latent_rotary import turn_and_write
-from preheat.backends.cuda.paged_attention import Workspace, decode_attention, prefill_attention
+from preheat.backends.cuda.paged_attention import decode_attention, prefill_attention
 from preheat.backends.cuda.rotary import rope_and_write
 from preheat.backends.cuda.work import SPLIT, decode_work, prefill_tiles, query_tiles, steady_steps
 from preheat.limits import Limits

@@ -112,3 +112,20 @@ def nothing(ROWS: tl.constexpr, WIDTH: tl.constexpr):
         tl.zeros([ROWS, 16], tl.float32),
         tl.zeros([ROWS, WIDTH], tl.float32),
     )
+
+
+@triton.jit
+def claim(claims, units, programs):
+    """Return the number of this program's next unit.
+
+    The first ``programs`` units belong to the programs with the same numbers. The others go to the first program that
+    asks. Each program asks once in vain, so the last number to be drawn is known: the program that draws it sets
+    ``claims`` to zero.
+    """
+    unit = units
+    if units > programs:
+        drawn = tl.atomic_add(claims, 1, sem="relaxed")
+        unit = programs + drawn
+        if unit == units + programs - 1:
+            tl.store(claims, 0)
+    return unit

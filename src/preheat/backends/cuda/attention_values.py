@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from preheat.backends.cuda.work import SPLIT
@@ -67,3 +68,26 @@ class Latents(NamedTuple):
     scale: float
     rank: int
     split: int = SPLIT
+
+
+COUNTERS = 64
+"""The least counters of a token."""
+
+
+class Workspace:
+    """Partial results of queries with several splits.
+
+    There is room for ``max_work`` splits of ``heads`` heads of ``dim`` numbers; a piece takes as many splits as its
+    tile may have queries. ``arrived`` counts the finished pieces of each of ``max_tokens`` tokens and kv heads, and
+    ``claims`` counts the claimed units. All counts are zero between calls. ``scores`` holds single scores.
+    """
+
+    def __init__(
+        self, max_work: int, max_tokens: int, heads: int, dim: int, device: torch.device, *, scores: int = 0
+    ) -> None:
+        self.parts = torch.empty(max_work, heads, dim, dtype=torch.float32, device=device)
+        self.tops = torch.empty(max_work, heads, dtype=torch.float32, device=device)
+        self.totals = torch.empty(max_work, heads, dtype=torch.float32, device=device)
+        self.arrived = torch.zeros(max_tokens, max(heads, COUNTERS), dtype=torch.int32, device=device)
+        self.claims = torch.zeros(1, dtype=torch.int32, device=device)
+        self.scores = torch.empty(scores, dtype=torch.float32, device=device)

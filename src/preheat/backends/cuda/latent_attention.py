@@ -19,8 +19,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preheat.backends.cuda.attention_tile import blocks_of, key_offsets, merge, nothing, weigh
-from preheat.backends.cuda.attention_values import ANY_ROWS, LOG2_E, Latents, Pieces, Places, Rows
+from preheat.backends.cuda.attention_tile import blocks_of, claim, key_offsets, merge, nothing, weigh
+from preheat.backends.cuda.attention_values import ANY_ROWS, LOG2_E, Latents, Pieces, Places, Rows, Workspace
 from preheat.backends.cuda.card import PORTABLE, Card
 from preheat.backends.cuda.device import card_at
 from preheat.backends.cuda.launch import begin, options, processors
@@ -28,8 +28,6 @@ from preheat.backends.cuda.paged_attention import (
     SPLITS,
     WHOLE,
     AttentionConfig,
-    Workspace,
-    _claim,
     _merge_parts,
 )
 
@@ -224,7 +222,7 @@ def _attend(
                     )  # fmt: skip
                     tl.store(result + HALF, (outs / sums).to(out.dtype.element_ty), mask=real_right)
                     tl.store(counter, 0)
-        unit = _claim(claims, units, programs)
+        unit = claim(claims, units, programs)
     begin(overlap)  # programs without work must wait too, lest the next kernel start too early
 
 

@@ -16,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.attention_tile import blocks_of, key_offsets, nothing, weigh
-from preheat.backends.cuda.attention_values import LOG2_E, Latents, Pieces, Places
+from preheat.backends.cuda.attention_values import LOG2_E, Latents, Pieces, Places, Workspace
 from preheat.backends.cuda.latent_attention import tile_keys
 from preheat.backends.cuda.launch import begin, options, processors
-from preheat.backends.cuda.paged_attention import Workspace, _merge_parts
+from preheat.backends.cuda.paged_attention import _merge_parts
 
 FEW = 2
 """The most rows of a step for these kernels."""

@@ -37,8 +37,9 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda import attention_hopper as hopper
-from preheat.backends.cuda.attention_tile import absorb, add_sink, blocks_of, merge, nothing
-from preheat.backends.cuda.attention_values import ANY_ROWS, LOG2_E, Pieces, Places, Rows, Scores
+from preheat.backends.cuda import attention_hopper_decode as hopper_decode
+from preheat.backends.cuda.attention_tile import absorb, add_sink, blocks_of, claim, merge, nothing
+from preheat.backends.cuda.attention_values import ANY_ROWS, LOG2_E, Pieces, Places, Rows, Scores, Workspace
 from preheat.backends.cuda.card import PORTABLE, Card
 from preheat.backends.cuda.device import card_at
 from preheat.backends.cuda.launch import begin, options, processors
@@ -172,23 +173,6 @@ def _merge_parts(
     return top, total, acc
 
 
-@triton.jit
-def _claim(claims, units, programs):
-    """Return the number of this program's next unit.
-
-    The first ``programs`` units belong to the programs with the same numbers. The others go to the first program that
-    asks. Each program asks once in vain, so the last number to be drawn is known: the program that draws it sets
-    ``claims`` to zero.
-    """
-    unit = units
-    if units > programs:
-        drawn = tl.atomic_add(claims, 1, sem="relaxed")
-        unit = programs + drawn
-        if unit == units + programs - 1:
-            tl.store(claims, 0)
-    return unit
-
-
 @triton.jit(do_not_specialize=["max_blocks"])
 def _decode(
     q, cache, table, slots, positions, work, num_work, out, parts, tops, totals, arrived, claims, alibi, sinks,
@@ -293,7 +277,7 @@ def _decode(
                     done = done * value_scale
                 tl.store(result, done.to(out.dtype.element_ty), mask=real)
                 tl.store(counter, 0)
-        unit = _claim(claims, units, programs)
+        unit = claim(claims, units, programs)
     begin(overlap)  # programs without work must wait too, lest the next kernel start too early
 
 
@@ -402,29 +386,6 @@ def _walk(
     return tops, totals, accs, top, total, acc
 
 
-COUNTERS = 64
-"""The least counters of a token."""
-
-
-class Workspace:
-    """Partial results of queries with several splits.
-
-    There is room for ``max_work`` splits of ``heads`` heads of ``dim`` numbers; a piece takes as many splits as its
-    tile may have queries. ``arrived`` counts the finished pieces of each of ``max_tokens`` tokens and kv heads, and
-    ``claims`` counts the claimed units. All counts are zero between calls. ``scores`` holds single scores.
-    """
-
-    def __init__(
-        self, max_work: int, max_tokens: int, heads: int, dim: int, device: torch.device, *, scores: int = 0
-    ) -> None:
-        self.parts = torch.empty(max_work, heads, dim, dtype=torch.float32, device=device)
-        self.tops = torch.empty(max_work, heads, dtype=torch.float32, device=device)
-        self.totals = torch.empty(max_work, heads, dtype=torch.float32, device=device)
-        self.arrived = torch.zeros(max_tokens, max(heads, COUNTERS), dtype=torch.int32, device=device)
-        self.claims = torch.zeros(1, dtype=torch.int32, device=device)
-        self.scores = torch.empty(scores, dtype=torch.float32, device=device)
-
-
 def query_tile(heads: int, kv_heads: int, config: AttentionConfig) -> int:
     """Return the tokens of a tile for :func:`prefill_attention`."""
     group_rows: int = triton.next_power_of_2(heads // kv_heads)
@@ -453,7 +414,12 @@ def decode_attention(
 
     The grid is persistent and has at least one program for each kv head of ``rows.most`` rows. A grid for the largest
     possible work would mostly start programs without any.
+
+    Where Hopper's kernel fits, it runs unless ``config`` is given, and gives the same bits.
     """
+    if config is None and hopper_decode.fits(q, cache, rows, scores):
+        hopper_decode.decode_attention(q, cache, out, places, pieces, workspace, scores)
+        return
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
     work, width, window = pieces.work, rows.width, scores.window
