@@ -184,33 +184,51 @@ def prompt_logprobs_of(state: RequestState) -> PromptLogprobs:
     return [None if entry is None else by_id(entry) for entry in state.prompt_logprobs]
 
 
+class _Texts(dict[int, str]):
+    """The text of each token by its id, made at its first use."""
+
+    def __init__(self, names: Tokenizer | TokenIds) -> None:
+        self._names = names
+
+    def __missing__(self, id: int) -> str:
+        self[id] = text = self._names.token_text(id)
+        return text
+
+
 def completion_logprobs(
     names: Tokenizer | TokenIds, ids: Sequence[int], entries: Sequence[TokenLogprobs | None], offset: int
 ) -> CompletionLogprobs:
     """Return logprobs in the shape of /v1/completions.
 
-    ``offset`` is the character where the text of the tokens begins.
+    ``offset`` is the character where the text of the tokens begins. A thread that writes a long answer holds Python's
+    lock, so a position takes few calls: the text of a token is made once.
     """
-    answer = CompletionLogprobs([], [], [], [])
+    answer, texts = CompletionLogprobs([], [], [], []), _Texts(names)
     for id, entry in zip(ids, entries, strict=True):
-        text = names.token_text(id)
+        text = texts[id]
         answer.tokens.append(text)
         answer.text_offset.append(offset)
         offset += len(text)
-        answer.token_logprobs.append(None if entry is None else max(entry.logprob, _LOWEST))
-        answer.top_logprobs.append(None if entry is None else answers.encoded(_top_by_text(names, entry)))
+        if entry is None:
+            answer.token_logprobs.append(None)
+            answer.top_logprobs.append(None)
+        else:
+            logprob = entry.logprob
+            answer.token_logprobs.append(_LOWEST if logprob < _LOWEST else logprob)
+            answer.top_logprobs.append(answers.encoded(_top_by_text(texts, entry)))
     return answer
 
 
-def _top_by_text(names: Tokenizer | TokenIds, entry: TokenLogprobs) -> dict[str, float]:
+def _top_by_text(texts: Mapping[int, str], entry: TokenLogprobs) -> dict[str, float]:
     """Return the logprobs of one position by the tokens' texts.
 
     Of tokens with the same text, the likeliest one counts. The chosen token is always included.
     """
     top: dict[str, float] = {}
-    for id, logprob in [*entry.top, (entry.token, entry.logprob)]:
-        text = names.token_text(id)
-        top[text] = max(logprob, top.get(text, _LOWEST))
+    for id, logprob in (*entry.top, (entry.token, entry.logprob)):
+        text = texts[id]
+        known = top.get(text, _LOWEST)
+        top[text] = known if known > logprob else logprob
     return top
 
 
