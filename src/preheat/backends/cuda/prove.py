@@ -164,7 +164,7 @@ def differing(
     return {pair for pair, count in zip(chosen, differs.sum(0).tolist(), strict=True) if count}
 
 
-def settle_experts(used: Iterable[tuple[ExpertsLayer, Sequence[int]]], *, invariant: bool, seeds: int = SEEDS) -> None:
+def settle_experts(used: Iterable[tuple[ExpertsLayer, Sequence[int]]], *, invariant: bool) -> None:
     """Compile the kernels of experts at numbers of tokens; replace kernels with other bits than the plain one.
 
     Experts are proven with their own weights, of one kind the last ones; without ``invariant`` nothing is proven. The
@@ -175,7 +175,7 @@ def settle_experts(used: Iterable[tuple[ExpertsLayer, Sequence[int]]], *, invari
         for apart in (False,) if experts.slots is None else (True, False):
             kinds[experts.value.down.order.is_split, experts.shape, apart] = experts, sizes, apart
     for experts, sizes, apart in kinds.values():
-        _settle(experts, sizes, apart, seeds if invariant else 0)
+        _settle(experts, sizes, apart, SEEDS if invariant else 0)
 
 
 def _settle(experts: ExpertsLayer, sizes: Sequence[int], apart: bool, seeds: int) -> None:
@@ -202,13 +202,13 @@ def _settle(experts: ExpertsLayer, sizes: Sequence[int], apart: bool, seeds: int
         configs.reject_experts(shape, tokens)
 
 
-def settle_heads(used: Iterable[tuple[HeadsLayer, Sequence[int]]], *, invariant: bool, seeds: int = SEEDS) -> None:
+def settle_heads(used: Iterable[tuple[HeadsLayer, Sequence[int]]], *, invariant: bool) -> None:
     """Compile the kernels of layers of heads; replace kernels with other bits than each head's own layer.
 
     Of layers of one kind the last one is proven, with its own weights. Without ``invariant`` nothing is proven.
     """
     for layer, sizes in {(layer.shape, len(layer.weight)): (layer, sizes) for layer, sizes in used}.values():
-        _settle_heads(layer, sizes, seeds if invariant else 0)
+        _settle_heads(layer, sizes, SEEDS if invariant else 0)
 
 
 def _settle_heads(layer: HeadsLayer, sizes: Sequence[int], seeds: int) -> None:
