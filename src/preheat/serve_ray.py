@@ -38,6 +38,7 @@ from preheat.server.running import RunningRequests
 from preheat.server.service import Service
 from preheat.server.supervisor import Supervisor
 from preheat.settings import OPTIONS, Settings
+from preheat.settings.paths import check_paths
 from preheat.utils.gc import collect_seldom
 
 DEPLOYMENT, INGRESS = "preheat", "preheat-ingress"
@@ -162,7 +163,10 @@ class _Server:
     Raises the error that prevents it from becoming hot.
     """
 
+    _supervising: asyncio.Task[None] | None = None
+
     async def _begin(self, settings: Settings, spawns: Sequence[Callable[[], Process]] | None = None) -> None:
+        check_paths(settings)  # here, as the caller may be another host
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         loop = asyncio.get_running_loop()
         replicas = Replicas(settings, spawns=spawns)
@@ -177,7 +181,7 @@ class _Server:
         self._service.check_health()
 
     async def __del__(self) -> None:
-        if not self._supervising.done():  # unless the constructor has stopped it
+        if self._supervising is not None and not self._supervising.done():  # unless the constructor has stopped it
             await self._stop(now=False)
 
     def _heard(self, message: FromEngine) -> None:
@@ -193,6 +197,7 @@ class _Server:
             self._hot.set_exception(self._supervisor.boot_error or EngineDead(self._service.dead or ""))
 
     async def _stop(self, now: bool) -> None:
+        assert self._supervising is not None
         self._supervising.cancel()
         await asyncio.wait([self._supervising])
         await self._supervisor.stop(now)

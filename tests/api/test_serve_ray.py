@@ -5,6 +5,7 @@ They compute the same bits, and are replaced when they die.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -23,6 +24,7 @@ import pytest
 from preheat import LLM, SamplingParams
 from preheat.errors import SettingsError
 from preheat.model.files import BUNDLED_PATH
+from preheat.settings import Settings
 
 ray = pytest.importorskip("ray", reason="Ray is not installed: pip install preheat[ray]")
 serve = pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install preheat[ray]")
@@ -168,3 +170,11 @@ def test_options_that_replicas_lack_are_refused(args: dict[str, Any], said: str)
 
     with pytest.raises(SettingsError, match=said):
         app(args)
+
+
+def test_paths_are_checked_where_a_replica_runs() -> None:
+    from preheat.serve_ray import Engine
+
+    settings = Settings.load({"device": "cpu", "weights_root": "/nowhere"})
+    with pytest.raises(SettingsError, match="weights_root /nowhere cannot be read"):
+        asyncio.run(Engine.__init__(object.__new__(Engine), settings, None))  # type: ignore[arg-type]

@@ -50,6 +50,7 @@ STOPS = InvalidRequest("stop may have at most 4 strings", param="stop")
 BOTH = InvalidRequest("max_tokens and max_completion_tokens differ; give one of them", param="max_tokens")
 LEAST = InvalidRequest("min_tokens (5) must not exceed max_tokens (3)", param="min_tokens")
 QUOTED = InvalidRequest("The model 'max_tokens' is not served here", param="model")
+IMAGE = InvalidRequest("The image cannot be decoded", param="messages")
 GRAMMAR = GrammarFailed("The grammar refused a token", param="structured_outputs")
 USER = [{"role": "user", "content": "x"}]
 
@@ -69,6 +70,7 @@ USER = [{"role": "user", "content": "x"}]
         (MessagesRequest, {"max_tokens": 0}, SAID, "max_tokens", "max_tokens must"),
         (MessagesRequest, {"max_tokens": 1}, STOPS, "stop_sequences", "stop_sequences may have"),
         (OllamaGenerateRequest, {"options": {"num_predict": 0}}, SAID, "options.num_predict", "options.num"),
+        (OllamaGenerateRequest, {"prompt": "x", "images": ["AA=="]}, IMAGE, "images", "The image"),
         (OllamaChatRequest, {}, STOPS, "options.stop", "options.stop may"),
         (EmbedRequest, {"inputs": ["a", ""]}, NESTED, "inputs[1]", "inputs[1]: The prompt is empty"),
     ],

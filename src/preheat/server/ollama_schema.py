@@ -95,7 +95,7 @@ class OllamaChatRequest(OllamaGenerating, kw_only=True):
 class OllamaGenerateRequest(OllamaGenerating, kw_only=True):
     """POST /api/generate. With ``raw`` the prompt is used without the chat template."""
 
-    spelled: ClassVar[Spelled] = {**OllamaGenerating.spelled, "messages": ("prompt",)}
+    spelled: ClassVar[Spelled] = {**OllamaGenerating.spelled, "messages": ("images", "prompt")}
 
     prompt: str | None = None
     system: str | None = None
