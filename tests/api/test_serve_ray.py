@@ -173,8 +173,8 @@ def test_options_that_replicas_lack_are_refused(args: dict[str, Any], said: str)
 
 
 def test_paths_are_checked_where_a_replica_runs() -> None:
-    from preheat.serve_ray import Engine
+    from preheat.serve_ray import _Server
 
     settings = Settings.load({"device": "cpu", "weights_root": "/nowhere"})
     with pytest.raises(SettingsError, match="weights_root /nowhere cannot be read"):
-        asyncio.run(Engine.__init__(object.__new__(Engine), settings, None))  # type: ignore[arg-type]
+        asyncio.run(_Server._begin(None, settings))  # type: ignore[arg-type]  # before anything is kept
