@@ -62,6 +62,15 @@ def test_a_wrong_path_is_refused_with_the_remedy(opt, places, monkeypatch) -> No
             check_path(opt, places[what])
 
 
+def test_every_path_may_begin_at_the_home_folder(monkeypatch) -> None:
+    monkeypatch.setenv("HOME", "/home/x")
+    given = {opt.name: "~/a" for opt in PATHS}
+    adapters = {"lora_root": given.pop("lora_root")}  # not beside measured ranges
+    for paths, more in ((given, {"quantization": "inc"}), (adapters, {"enable_lora": True})):
+        settings = Settings(**paths, **more)
+        assert {getattr(settings, name) for name in paths} == {"/home/x/a"}
+
+
 def test_every_start_checks_the_paths(places, capsys) -> None:
     wrong = {"cache_dir": places["file"]}
     for command in ("plan", "doctor", "verify", "warm", "serve"):

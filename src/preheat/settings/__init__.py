@@ -73,6 +73,9 @@ class Settings(  # a dataclass has the fields of its last base first
     def __post_init__(self) -> None:
         for opt in OPTIONS.values():
             if (value := getattr(self, opt.name)) is not opt.default:  # a test checks the defaults
+                if opt.path is not None and isinstance(value, str):
+                    value = os.path.expanduser(value)  # as the readers of files do not
+                    object.__setattr__(self, opt.name, value)
                 opt.check(value, opt.name)
         _check_mm_limits(self.limit_mm_per_prompt)
         if self.tensor_parallel_size not in (1, 2, 4, 8):
