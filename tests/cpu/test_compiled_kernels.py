@@ -120,7 +120,7 @@ def stored(kind="*u8", zeros="*fp32", index=None):
     return Codes(kind, "*fp32", zeros, index, *["i32"] * 4)
 
 
-def multiplied(warps, stages, weight, form, sizes, *, y="*bf16", gated=False, experts=None, asked=0):
+def multiplied(warps, stages, weight, form, sizes, *, y="*bf16", gated=False, experts=None, asked=0, narrow=None):
     """The kernel of products of a ``weight`` in tiles of ``sizes``, compiled; ``experts`` say how they are routed."""
     float8 = isinstance(weight, Float8)
     given = {"x": FP8 if float8 else "*bf16", "w": weight, "y": y} | ({} if experts is None else {"groups": ROUTED})
@@ -129,6 +129,7 @@ def multiplied(warps, stages, weight, form, sizes, *, y="*bf16", gated=False, ex
         gemm, warps, stages, given, **more, **({"groups": None} if experts is None else {}),
         MAP=by_expert if experts else dense, PRODUCT=products.float8 if float8 else products.codes,
         SUM=apart if experts else looped, FORM=form, GROUPS=experts, CUT=Cut(*sizes), gated=gated, ASKED=asked,
+        NARROW=narrow,
     )  # fmt: skip
 
 
@@ -321,6 +322,14 @@ def test_weights_are_asked_for_before_the_kernel_ahead_has_ended():
     asked = [found.start() for found in re.finditer(r"prefetch\.global\.L2", text)]
     assert len(asked) * 64 >= 32 * 512 // 64  # by 64 threads, 64 bytes of an output each time
     assert max(asked) < text.index("griddepcontrol.wait") < text.index("cp.async")
+
+
+def test_few_rows_of_an_expert_take_a_narrow_instruction():
+    form = CodesForm(four=True, group=32, even=False, e2m1=True, powers=True, whole=True)
+    routed = RoutedForm(32, 4, gathered=True, arranged=True)
+    weight, narrow = stored(zeros=None)._replace(scales="*i32"), Cut(64, 16, 128, 1)
+    found = multiplied(4, 3, weight, form, (64, 32, 128, 1), experts=routed, narrow=narrow)
+    assert instructions(found) == {f"wgmma.mma_async.sync.aligned.m64n{rows}k16.f32.bf16.bf16" for rows in (16, 32)}
 
 
 @pytest.mark.parametrize("tokens", [1, 600])

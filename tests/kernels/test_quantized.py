@@ -313,6 +313,22 @@ def test_experts_of_codes_are_the_dequantized_ones(scheme, block):
     assert torch.equal(experts_forward(expanded, x, logits, *codes, routing, counts), right)
 
 
+def test_tiles_of_few_rows_of_an_expert_change_no_bits():
+    """Of 33 rows a tile of 32 leaves one, which half a tile takes, as the 15 rows of another expert."""
+    routing, dtype = Routing(1, True, False), torch.bfloat16
+    weights = random_weight(MXFP4, 2, 64, 128, dtype=dtype), random_weight(MXFP4, 2, 64, 32, dtype=dtype, seed=1)
+    codes, x = [DeviceWeight.of(weight) for weight in weights], noise(48, 128).to(dtype)
+    logits, counts = torch.zeros(48, 2, dtype=dtype), torch.zeros(2, dtype=torch.int32)
+    logits[1:46:3, 1] = 1
+
+    def by(rows):
+        config = ExpertsConfig(rows, *[Tile(32, rows, 128, 2, 3)] * 2)
+        return experts_forward(config, x, logits, *codes, routing, counts)
+
+    assert logits.argmax(1).sum() == 15
+    assert torch.equal(by(32), by(16))
+
+
 @pytest.mark.parametrize("scheme", [W8A8[0], W8A8[4], *SCHEMES[:3]], ids=named)
 def test_the_exact_result_of_the_proof_at_boot_is_zero(scheme):
     """Sums that cancel leave nothing but the order of the additions."""

@@ -116,6 +116,33 @@ def _rounded(acc, bias, rows, dtype: tl.constexpr):
     return acc.to(dtype)
 
 
+@triton.jit
+def _tile(
+    x, w, groups, bias, y, tiles, where, out, token, sizes, PRODUCT: tl.constexpr, SUM: tl.constexpr,
+    FORM: tl.constexpr, CUT: tl.constexpr, gated: tl.constexpr, ACTIVATION: tl.constexpr,
+):  # fmt: skip
+    """Compute the outputs ``out`` of the rows ``token``: a tile, or its lower half."""
+    group, first, start, row, rows = where
+    size, inputs, outputs = sizes
+    at = first, row, out, token.to(tl.int64), row + tl.arange(0, CUT.rows) < rows
+    total, up = SUM(PRODUCT, x, w, tiles, group, at, size, inputs, outputs, FORM, CUT, gated)
+    dtype: tl.constexpr = y.dtype.element_ty
+    result = _rounded(total, bias, out, dtype)
+    if gated:
+        result = combined(result, _rounded(up, bias, out + outputs, dtype), ACTIVATION)
+    if groups is not None and CUT.splits > 1:
+        y += tl.cast(tl.program_id(1), tl.int64) * groups.numbers
+    outs, lanes = tl.arange(0, CUT.outputs)[:, None], tl.arange(0, CUT.rows)[None, :]
+    to = y + tl.cast(start + row, tl.int64) * outputs + first
+    tl.store(to + lanes * outputs + outs, result, mask=(first + outs < outputs) & (row + lanes < rows))
+
+
+@triton.jit
+def _lower(values):
+    """Return the first half of ``values``."""
+    return values.reshape(2, values.shape[0] // 2).permute(1, 0).split()[0]
+
+
 def _name(specialization: Any) -> str:
     """Name the compiled kernel: profilers tell dense layers and experts apart."""
     return "gemm" if "groups" in specialization.constants else "gemm_experts"  # None is a constant
@@ -125,14 +152,15 @@ def _name(specialization: Any) -> str:
 def gemm(
     x, w, groups, bias, y, x_tiles, w_tiles, rows, outputs, inputs, size, MAP: tl.constexpr, PRODUCT: tl.constexpr,
     SUM: tl.constexpr, FORM: tl.constexpr, GROUPS: tl.constexpr, CUT: tl.constexpr, gated: tl.constexpr,
-    ACTIVATION: tl.constexpr, ASKED: tl.constexpr, overlap: tl.constexpr,
+    ACTIVATION: tl.constexpr, ASKED: tl.constexpr, NARROW: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Compute one tile [CUT.outputs, CUT.rows] of y a program.
 
     ``outputs`` are the columns of y, ``inputs`` the numbers of a row of x, ``size`` the inputs of a split. Outputs
     beyond the last one are computed as copies of it; neither they nor rows beyond the last one are stored. ``x_tiles``
     and ``w_tiles`` are x and w for the copy engine, or None. ``ACTIVATION`` combines gates and ups;
-    None: silu(gate) * up. So many bytes of an output's weights are ``ASKED`` for while the kernel ahead still runs.
+    None: silu(gate) * up. So many bytes of an output's weights are ``ASKED`` for while the kernel ahead still runs. A
+    tile with no more rows than ``NARROW`` has is computed by those sizes.
     """
     if ASKED == 0:
         begin(overlap)
@@ -149,19 +177,22 @@ def gemm(
         if gated:
             ask(PRODUCT, w, group, out + outputs, size, height, ASKED)
         begin(overlap)
-    at = first, row, out, token.to(tl.int64), row + tl.arange(0, CUT.rows) < rows
     if groups is not None and bias is not None:
         bias += group * (outputs * 2 if gated else outputs)
-    total, up = SUM(PRODUCT, x, w, (x_tiles, w_tiles), group, at, size, inputs, outputs, FORM, CUT, gated)
-    dtype: tl.constexpr = y.dtype.element_ty
-    result = _rounded(total, bias, out, dtype)
-    if gated:
-        result = combined(result, _rounded(up, bias, out + outputs, dtype), ACTIVATION)
-    if groups is not None and CUT.splits > 1:
-        y += tl.cast(tl.program_id(1), tl.int64) * groups.numbers
-    outs, lanes = tl.arange(0, CUT.outputs)[:, None], tl.arange(0, CUT.rows)[None, :]
-    to = y + tl.cast(start + row, tl.int64) * outputs + first
-    tl.store(to + lanes * outputs + outs, result, mask=(first + outs < outputs) & (row + lanes < rows))
+    where, sizes = (group, first, start, row, rows), (size, inputs, outputs)
+    few = False
+    if NARROW is not None:
+        few = rows - row <= NARROW.rows
+        if few:
+            _tile(
+                x, w, groups, bias, y, (x_tiles, w_tiles), where, out, _lower(token), sizes, PRODUCT, SUM, FORM,
+                NARROW, gated, ACTIVATION,
+            )  # fmt: skip
+    if not few:
+        _tile(
+            x, w, groups, bias, y, (x_tiles, w_tiles), where, out, token, sizes, PRODUCT, SUM, FORM, CUT, gated,
+            ACTIVATION,
+        )  # fmt: skip
 
 
 class _Operands(NamedTuple):
@@ -219,6 +250,15 @@ def _by_warp_groups(tile: Tile) -> bool:
     return many and not INTERPRETED and card_at().is_hopper
 
 
+def _narrow(tile: Tile, given: _Operands, splits: int) -> Cut | None:
+    """Return the sizes of half a ``tile`` of experts, for the tiles whose rows fit; None: all tiles are whole.
+
+    An expert's last rows are few, and the matrix unit takes as long for none.
+    """
+    halved = isinstance(given.form, CodesForm) and given.form.powers and tile.rows >= WHOLE_ROWS
+    return Cut(tile.outputs, tile.rows // 2, given.depth, splits) if halved else None
+
+
 def _depth(tile: Tile, size: int) -> int:
     """Return how deep a tile of codes is: as ``tile`` says if that divides a split, else one step."""
     return STEP.value if size % tile.inputs else tile.inputs
@@ -254,7 +294,7 @@ def multiply(
         given.x, given.w, None, bias, y, x_tiles, w_tiles, rows, columns, inputs, size,
         MAP=all_rows_masked if given.product is codes or _masks(given.form) else all_rows, PRODUCT=given.product,
         SUM=unrolled if given.product is plain else looped, FORM=given.form, GROUPS=None,
-        CUT=Cut(tile.outputs, tile.rows, given.depth, splits), ASKED=asked(tile, weight, early=True),
+        CUT=Cut(tile.outputs, tile.rows, given.depth, splits), ASKED=asked(tile, weight, early=True), NARROW=None,
         **_gates(gated), **given.options,
         **options(num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip
@@ -284,6 +324,7 @@ def multiply_experts(
             experts, arrangement.top_k, gathered, arrangement.block > 1, arrangement.own is not None, first
         ),
         CUT=Cut(tile.outputs, tile.rows, given.depth, splits), ASKED=asked(tile, weight, early=early),
+        NARROW=_narrow(tile, given, splits),
         **_gates(gated), **given.options, **options(num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip
 
