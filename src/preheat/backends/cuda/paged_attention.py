@@ -75,6 +75,10 @@ MANY = 64
 """Least rows of a step for programs of two warps; rows then give all of the device enough work."""
 
 
+NARROW_BYTES = 128
+"""Most bytes of a head whose tiles have work for one warp only: twice as many programs then fit."""
+
+
 MANY_NARROW = 16
 """As ``MANY``, with a cache of eight bits."""
 
@@ -101,11 +105,11 @@ def decode_config(
         return AttentionConfig(rows=16, warps=4, stages=3 if large and rows < FEW else 2, programs=6)
     if stored.itemsize == 1:
         return AttentionConfig(rows=16, warps=2 if rows >= MANY_NARROW else 4, stages=3, programs=6)
-    return (
-        AttentionConfig(rows=16, warps=2, stages=2, programs=6)
-        if rows >= MANY
-        else AttentionConfig(rows=16, warps=4, stages=3, programs=6)
-    )
+    if rows < MANY:
+        return AttentionConfig(rows=16, warps=4, stages=3, programs=6)
+    if dim * dtype.itemsize <= NARROW_BYTES:
+        return AttentionConfig(rows=16, warps=1, stages=2, programs=12)
+    return AttentionConfig(rows=16, warps=2, stages=2, programs=6)
 
 
 def verify_rows(heads: int, kv_heads: int, width: int, dim: int, dtype: torch.dtype) -> int:

@@ -250,13 +250,15 @@ def _by_warp_groups(tile: Tile) -> bool:
     return many and not INTERPRETED and card_at().is_hopper
 
 
-def _narrow(tile: Tile, given: _Operands, splits: int) -> Cut | None:
+def _narrow(tile: Tile, given: _Operands, arrangement: Arrangement, splits: int) -> Cut | None:
     """Return the sizes of half a ``tile`` of experts, for the tiles whose rows fit; None: all tiles are whole.
 
-    An expert's last rows are few, and the matrix unit takes as long for none.
+    An expert's last rows are few, and the matrix unit takes as long for none. Where four warps share an instruction, it
+    takes 16 rows or more: fewer would be multiplied by another one, in another order of inputs.
     """
-    halved = isinstance(given.form, CodesForm) and given.form.powers and tile.rows >= WHOLE_ROWS
-    return Cut(tile.outputs, tile.rows // 2, given.depth, splits) if halved else None
+    powers = isinstance(given.form, CodesForm) and given.form.powers and arrangement.block > 1
+    least = WHOLE_ROWS if tile.outputs >= 64 and tile.warps % 4 == 0 else FEW
+    return Cut(tile.outputs, tile.rows // 2, given.depth, splits) if powers and tile.rows >= least else None
 
 
 def _depth(tile: Tile, size: int) -> int:
@@ -324,7 +326,7 @@ def multiply_experts(
             experts, arrangement.top_k, gathered, arrangement.block > 1, arrangement.own is not None, first
         ),
         CUT=Cut(tile.outputs, tile.rows, given.depth, splits), ASKED=asked(tile, weight, early=early),
-        NARROW=_narrow(tile, given, splits),
+        NARROW=_narrow(tile, given, arrangement, splits),
         **_gates(gated), **given.options, **options(num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip
 

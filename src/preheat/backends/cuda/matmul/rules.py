@@ -259,11 +259,12 @@ def _powers_experts(mean: float, hopper: bool) -> ExpertsConfig:
     """
     if mean == 0:
         return ExpertsConfig(1, Tile(32, 8, 128, 2, 4), Tile(32, 8, 128, 2, 4))
-    if mean <= 12:  # blocks of 8 are faster up to 4, but adapters' terms need blocks of 16
-        return ExpertsConfig(16, Tile(64, 16, 128, 4, 3), Tile(128, 16, 128, 4, 4))
+    if mean <= 12:  # two warps: half a tile, for up to 8 rows, is then one of its own
+        return ExpertsConfig(16, Tile(64, 16, 128, 2, 3), Tile(64, 16, 128, 2, 4))
     if mean <= 24:
         return ExpertsConfig(32, Tile(64, 32, 128, 4, 3), Tile(128, 32, 128, 4, 4))
     if mean <= 64:
         return ExpertsConfig(64, Tile(64, 64, 128, 4, 3), Tile(128, 64, 128, 8, 3))
-    down = Tile(128, 128, 128, 8, 3)
-    return ExpertsConfig(128, down if hopper else Tile(64, 128, 128, 8, 3), down)
+    if not hopper:
+        return ExpertsConfig(128, Tile(64, 128, 128, 8, 3), Tile(128, 128, 128, 8, 3))
+    return ExpertsConfig(128, Tile(128, 128, 128, 8, 3), Tile(128, 128, 128, 4, 3))
