@@ -133,8 +133,8 @@ def test_a_sum_that_follows_the_number_of_rows_is_seen(tmp_path, monkeypatch):
     checkpoint(tmp_path)
     right = products.sums
 
-    def cut(e, how, weight, unit, x, rows, vectors):
-        found = right(e, how, weight, unit, x, rows, vectors)
+    def cut(e, how, weight, unit, x, rows, *more):
+        found = right(e, how, weight, unit, x, rows, *more)
         if rows == 1:
             return found
         return [[e.b.fmul(each, e.v(1 + 2**-20)) for each in line] for line in found]

@@ -145,6 +145,16 @@ def test_sums_fit_into_the_registers_of(name):
         assert rows == 1 or rows * weights + min(rows, weights) + 1 <= count
 
 
+@pytest.mark.parametrize(("name", "asks", "vectors"), [("avx2", True, 2), ("avx512", False, 4)])
+def test_weights_are_read_ahead_with_avx2_alone(name, asks, vectors, monkeypatch):
+    """Rows that read a weight once do not ask: their unit is the widest one."""
+    monkeypatch.setattr(targets, "here", lambda: TARGETS[name])
+    module, how = ir.Module("test"), Product(3072, 768, "float32")
+    functions.alone(module, "alone", how)
+    assert ('call void @"llvm.prefetch' in str(module)) == asks
+    assert [products.widest(how, rows) for rows in (max(products.tiles(how)), 1)] == [vectors, 8]
+
+
 # --- one digest ---
 
 

@@ -25,6 +25,9 @@ FLOAT, HALF, INT, WORD, LONG = ir.FloatType(), ir.IntType(16), ir.IntType(32), i
 POINTER, BYTE = ir.PointerType(), ir.IntType(8)
 FLOATS, WORDS, HALVES, BYTES, FLAGS = (ir.VectorType(kind, LANES) for kind in (FLOAT, WORD, HALF, BYTE, ir.IntType(1)))
 
+FIRST_LEVEL, SECOND_LEVEL = 3, 2
+"""Caches by LLVM's number: all of them, and all but the first."""
+
 SPINS_BEFORE_YIELD = 500
 ALL_CLAIMED = 0xFFFFFFFF
 """The count of a job that is over: the lower half of a counter."""
@@ -145,11 +148,11 @@ class Function:
         if whole < size:
             body(self.i(whole), self.first(size - whole))
 
-    def prefetch(self, address: Value) -> None:
-        """Ask for the cache line at ``address``, which need not exist."""
+    def prefetch(self, address: Value, level: int = FIRST_LEVEL) -> None:
+        """Ask for the cache line at ``address``, which need not exist, into caches from ``level`` on."""
         one = ir.Constant(INT, 1)
         ask = self._external("llvm.prefetch.p0", ir.VoidType(), POINTER, INT, INT, INT)
-        self.b.call(ask, [address, ir.Constant(INT, 0), ir.Constant(INT, 3), one])  # to read, into all caches, as data
+        self.b.call(ask, [address, ir.Constant(INT, 0), ir.Constant(INT, level), one])  # to read, as data
 
     def store(self, value: Value, pointer: Value, index: Value = 0, kind: ir.Type = FLOAT, align: int = 4) -> None:
         self.b.store(value, self.at(pointer, index, kind), align=align)

@@ -8,9 +8,9 @@ from typing import NamedTuple
 
 from preheat.backends.cpu.llvm import codes, targets
 from preheat.backends.cpu.llvm.activations import ACTIVATIONS, UPS, kept_between
-from preheat.backends.cpu.llvm.emit import BYTE, FLOATS, HALF, LANES, WORDS, Function, Value
+from preheat.backends.cpu.llvm.emit import BYTE, FLOATS, HALF, LANES, SECOND_LEVEL, WORDS, Function, Value
 from preheat.backends.cpu.llvm.job import Job, Once, Phase, wait
-from preheat.backends.cpu.llvm.kinds import LAYER_FRAME, PANEL, Product
+from preheat.backends.cpu.llvm.kinds import FRAME, LAYER_FRAME, PANEL, Product
 from preheat.backends.cpu.llvm.narrow import numbers
 from preheat.backends.cpu.llvm.terms import Adapted, add_terms, shrink
 
@@ -26,6 +26,15 @@ The sums of several rows, the weights of one input and one number of a row fit i
 for memory, and is faster with more sums. Changes no bits.
 """
 
+READS_AHEAD = frozenset({(16, 256)})
+"""Vector registers, and their bits, of processors that are asked for the next unit's weights while they sum.
+
+Groups of rows after the first one find a unit in a cache, so memory would be idle. Measured with AVX2.
+"""
+
+UNIT_BYTES = 1 << 19
+"""Most bytes of a unit's weights where units are read ahead: they should fit into a second-level cache."""
+
 TILES_OF_CODES = {4: 4, 1: 4}
 """The same for codes: they need registers before they are floats."""
 
@@ -34,12 +43,23 @@ Finish = Callable[[Value, Value, Value], None]
 
 
 class Operands(NamedTuple):
-    """Addresses of a product's operands; ``row(number)`` is the address of a row's inputs."""
+    """Addresses of a product's operands; ``row(number)`` is the address of a row's inputs.
+
+    ``ahead`` is the unit whose weights this thread probably reads next.
+    """
 
     weight: Value
     row: Callable[[Value], Value]
     bias: Value | None = None
     terms: Adapted | None = None
+    ahead: Value | None = None
+
+
+class Ahead(NamedTuple):
+    """Memory to ask for in the passes of groups of rows over a unit: at each input ``step`` bytes more."""
+
+    start: Value
+    step: Value
 
 
 class Visits(NamedTuple):
@@ -71,8 +91,9 @@ def weight_at(e: Function, how: Product, weight: Value, vector: Value, k: Value)
 
 
 def sums(
-    e: Function, how: Product, weight: Value, unit: Value, x: Sequence[Value], rows: int, vectors: int
-) -> list[list[Value]]:
+    e: Function, how: Product, weight: Value, unit: Value, x: Sequence[Value], rows: int, vectors: int,
+    ahead: Ahead | None = None,
+) -> list[list[Value]]:  # fmt: skip
     """Return the products of rows with a unit's outputs: [row][vector].
 
     ``x`` are the addresses of the ``rows`` rows; the ``unit`` has ``vectors`` vectors of outputs. As many vectors are
@@ -83,12 +104,15 @@ def sums(
     found: list[list[Value]] = [[] for _ in x]
     at_once = tiles(how)[rows]
     for first in range(0, vectors, at_once):
+        done = first // at_once * how.inputs
         numbers = range(first, min(first + at_once, vectors))
         places = [(e.add(e.mul(unit, vectors // 2), number // 2), number % 2) for number in numbers]
         totals = [[e.variable(e.v(0.0)) for _ in places] for _ in x]
         for total in chain(*totals):
             e.set(total, e.v(0.0))
         with e.loop(0, how.inputs) as k:
+            if ahead is not None:
+                e.prefetch(e.at(ahead.start, e.mul(e.add(k, done), ahead.step), BYTE), SECOND_LEVEL)
             weights = [weight_at(e, how, weight, place, k) for place in places]
             for row, line in zip(x, totals, strict=True):
                 factor = e.splat(e.load(row, k))
@@ -111,7 +135,19 @@ def widest(how: Product, rows: int) -> int:
     """
     least, most = 4 if how.gated else 2, max(tiles(how)[rows], 4)
     options = [each for each in (8, 4, 2) if least <= each <= most and how.padded % (each * LANES) == 0]
-    return options[0]
+    if rows == 1 or not reads_ahead(how):
+        return options[0]
+    return next((each for each in options if each * vector_bytes(how) <= UNIT_BYTES), options[-1])
+
+
+def reads_ahead(how: Product) -> bool:
+    """Return whether the threads ask for the weights of their next units."""
+    return how.scales is None and targets.here().registers in READS_AHEAD
+
+
+def vector_bytes(how: Product) -> int:
+    """Return the bytes of the weights of 16 outputs: numbers, no codes."""
+    return how.inputs * LANES * (4 if how.stored == "float32" else 2)
 
 
 def product(e: Job, how: Product, name: str, x: Value, finish: Finish, make: Once | None = None) -> list[Phase]:
@@ -134,7 +170,9 @@ def product(e: Job, how: Product, name: str, x: Value, finish: Finish, make: Onc
         with e.units(*phase) as unit:
             if make is not None:
                 make()
-            _rows(e, how, operands, unit, (e.i(0), e.rows), mine, vectors, finish)
+            ahead = e.add(unit, e.field(e.frame, FRAME["threads"])) if rows > 1 and reads_ahead(how) else None
+            read = operands._replace(ahead=ahead)
+            _rows(e, how, read, unit, (e.i(0), e.rows), mine, vectors, finish)
     return phases
 
 
@@ -185,9 +223,11 @@ def _rows(
     start, end = span
     for rows in sizes:
         stop = e.add(start, e.mul(e.div(e.sub(end, start), rows), rows))
+        asks = operands.ahead is not None and rows == sizes[0]
         with e.loop(start, stop, rows) as first:
             x = [operands.row(e.add(first, place)) for place in range(rows)]
-            found = sums(e, how, operands.weight, unit, x, rows, vectors)
+            ahead = _ahead(e, how, operands, (first, stop), rows, vectors) if asks else None
+            found = sums(e, how, operands.weight, unit, x, rows, vectors, ahead)
             if rows == 1:
                 _finish(e, how, operands, unit, first, found[0], finish)
                 continue
@@ -198,6 +238,21 @@ def _rows(
                 line = [e.vector(room, e.add(e.mul(place, vectors * LANES), at * LANES)) for at in range(vectors)]
                 _finish(e, how, operands, unit, e.add(first, place), line, finish)
         start = stop
+
+
+def _ahead(
+    e: Job, how: Product, operands: Operands, span: tuple[Value, Value], rows: int, vectors: int
+) -> Ahead:  # fmt: skip
+    """Return the part of the next unit's weights to ask for while the group of rows from ``first`` on is summed.
+
+    The groups up to ``stop`` share the unit evenly, so that its bytes arrive while all of them are summed.
+    """
+    first, stop = span
+    at_once, bytes_ = tiles(how)[rows], vector_bytes(how)
+    step = e.div(at_once * bytes_ // how.inputs, e.div(stop, rows))
+    steps = vectors // at_once * how.inputs  # of a group
+    unit = e.at(operands.weight, e.mul(operands.ahead, vectors * bytes_), BYTE)
+    return Ahead(e.at(unit, e.mul(e.mul(e.div(first, rows), steps), step), BYTE), step)
 
 
 def _finish(
