@@ -63,12 +63,12 @@ def test_a_wrong_path_is_refused_with_the_remedy(opt, places, monkeypatch) -> No
 
 
 def test_every_path_may_begin_at_the_home_folder(monkeypatch) -> None:
-    monkeypatch.setenv("HOME", "/home/x")
+    monkeypatch.setenv("HOME", "/homes/own")
     given = {opt.name: "~/a" for opt in PATHS}
     adapters = {"lora_root": given.pop("lora_root")}  # not beside measured ranges
     for paths, more in ((given, {"quantization": "inc"}), (adapters, {"enable_lora": True})):
         settings = Settings(**paths, **more)
-        assert {getattr(settings, name) for name in paths} == {"/home/x/a"}
+        assert {getattr(settings, name) for name in paths} == {"/homes/own/a"}
 
 
 def test_every_start_checks_the_paths(places, capsys) -> None:
