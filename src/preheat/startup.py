@@ -46,6 +46,7 @@ from preheat.model.traits import check_traits
 from preheat.model.unread import GENERATION, refuse_unread
 from preheat.model.values import check_supported
 from preheat.model.vision_specs import VisionSpec
+from preheat.named_files import check_named_files
 from preheat.plan import commands
 from preheat.plan.modes import check_options, instead, resolve, with_defaults
 from preheat.plan.of_model import for_model
@@ -268,6 +269,8 @@ def planned(settings: Settings, *, as_json: bool = False) -> str:
     may_change = instead(facts, settings) is not None
     check_traits(with_defaults(settings, facts), facts, None if may_change else mode)
     folder = find_model(settings, with_weights=False)
+    with boot_errors("The tokenizer cannot be loaded"):
+        check_named_files(settings, ModelFiles(folder, settings.hf_overrides, None))
     spec = pooled_spec(settings, folder, read_config(folder, settings.hf_overrides), _spec(settings, facts))
     settings = for_model(settings, facts, spec)
     here = facts.in_mode(mode)

@@ -46,8 +46,9 @@ RULE = {
     "boot_loop": "boot_values plan schedule execution model backends.base engine kv_transfer verify warmup elastic",
     "boot": "boot_values boot_device boot_parts boot_loop plan schedule grammar lora execution model ops backends"
     " backends.base parallel engine kv_transfer transport warmup verify elastic",
+    "named_files": "frontend lora model",
     "doctor": "backends model startup warmup",
-    "startup": "boot plan model backends backends.base engine frontend transport warmup verify",
+    "startup": "boot named_files plan model backends backends.base engine frontend transport warmup verify",
     "server": "startup schedule engine frontend transport warmup backends",
     "inputs": "frontend",
     "engine_args": "",

@@ -19,7 +19,7 @@ from preheat.cli.main import _parser, main
 from preheat.cli.prompts import _read_prompts
 from preheat.cli.serve import curl, served
 from preheat.core import CALLERS_FIELDS, SAMPLING_FIELDS, SamplingParams
-from preheat.errors import SettingsError
+from preheat.errors import PreheatError, SettingsError
 from preheat.settings import OPTIONS, Settings
 from preheat.startup import planned
 
@@ -189,6 +189,15 @@ def test_the_options_of_planning_reach_the_plan(capsys):
     assert plan["policy"] == "split"
     assert {shape["rows"] for shape in decodes} == {1, 2, 4}
     assert max(shape["longest"] for shape in decodes) == 1024
+
+
+@pytest.mark.parametrize("name", ["tokenizer", "chat_template", "lora_modules"])
+def test_the_plan_reads_the_files_that_its_options_name(name, tmp_path):
+    given = {name: str(tmp_path / "none"), "device": "cpu"}
+    if name == "lora_modules":
+        given = {name: (f"a={tmp_path / 'none'}",), "enable_lora": True, "device": "cpu"}
+    with pytest.raises(PreheatError, match=str(tmp_path / "none")):
+        planned(Settings(**given))
 
 
 @pytest.mark.parametrize(("device", "name"), [(each.name, name) for each in FACTS.values() for name in each.rejected])

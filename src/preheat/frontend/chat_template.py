@@ -93,7 +93,7 @@ class ChatTemplate:
             )
         stored: dict[str, StoredTemplate] = {}
         if override and tokenizer.speaks:
-            stored = {DEFAULT: _read_override(override)}
+            stored = {DEFAULT: read_override(override)}
         elif tokenizer.speaks:
             stored = stored_templates(tokenizer.folder, tokenizer.config, sees_images=image_token is not None)
         self._sources = {name: stored[name].source for name in (DEFAULT, TOOL_USE) if name in stored}
@@ -285,7 +285,7 @@ def _text_part(part: object, image_token: str | None) -> str:
     return str(text)
 
 
-def _read_override(template: str) -> StoredTemplate:
+def read_override(template: str) -> StoredTemplate:
     """Return ``template`` itself, or the file of this path: a path has no braces and no newlines."""
     if "{" in template or "\n" in template:
         return StoredTemplate(template, "--chat-template")
