@@ -38,7 +38,7 @@ from urllib.request import urlopen
 
 from benchmarks.common.adapter import write_adapter
 from benchmarks.common.process import ServerProcess, environment, serving
-from benchmarks.common.report import parser, save
+from benchmarks.common.report import parser, part, save
 from preheat.errors import PreheatError
 from preheat.lora.adapter import adapted_modules
 from preheat.model.families import read_spec
@@ -354,6 +354,7 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--ground", help="the servers of --faults: front, replicas, ranks, pooling or roles")
     flags.add_argument("--first", type=int, default=0, help="the first round of --faults")
     flags.add_argument("--record", default="chaos_every", help="the name of the record of --every")
+    flags.add_argument("--part", type=part, default=(0, 1), help="of the positions of --every: 1/4 is the second of 4")
     flags.add_argument("--seconds", type=float, default=1e9, help="end --every or --faults earlier")
     flags.add_argument("--ray", action="store_true", help="a replica behind the ingress of Ray Serve is killed")
     flags.add_argument("--options", type=json.loads, default={}, help="of the server, as JSON")
@@ -369,7 +370,7 @@ def main(words: Sequence[str]) -> None:
 
         asked = mixed(args.requests, args.seed, ADAPTER, args.tokens)
         limits = {"most": args.kills, "seconds": args.seconds}
-        every.run(asked, args.seed, args.options, **limits, record=args.record)
+        every.run(asked, args.seed, args.options, **limits, record=args.record, part=args.part)
         return
     if args.ray:
         from benchmarks.common import ray_ingress

@@ -3,7 +3,8 @@
 All requests begin at one engine, which a :mod:`benchmarks.common.witness` in the server kills in the midst. The
 journal tells how many tokens each request has then: a request and a number of its tokens are a position. One kill meets
 a position of each open request. The rounds go on until each position of each request has been met. A run with the
-seed, the options and the requests of the record goes on where it stopped.
+seed, the options and the requests of the record goes on where it stopped. Runs side by side take a part of the
+positions each, and add to one record.
 
 The pause of a moved request has parts: the kernel's notice of the death, the new messages, the engine's taking of them,
 the queue behind other moved requests, and the step that reads the text.
@@ -25,7 +26,7 @@ from typing import Any
 
 from benchmarks import chaos
 from benchmarks.common.process import ServerProcess
-from benchmarks.common.report import RESULTS, save
+from benchmarks.common.report import RESULTS, alone, save
 
 MODULE, VARIABLE = "benchmarks.common.witness", "PREHEAT_WITNESS"
 SECONDS = 10.0
@@ -65,23 +66,32 @@ def lengths(asked: Sequence[chaos.Asked], expected: Sequence[dict[str, Any]]) ->
     ]
 
 
-def run(
-    asked: Sequence[chaos.Asked], seed: int, options: dict[str, Any], *, most: int, seconds: float, record: str
-) -> None:
-    """Kill until every position is met, at most ``most`` times and for ``seconds``, and save the figures as ``record``.
+def positions(known: Sequence[tuple[int, int, int]], part: tuple[int, int] = (0, 1)) -> list[tuple[int, int, int]]:
+    """Return seed, choice and tokens of each position; of part (1, 4) those in the second quarter of each sequence."""
+    return [
+        (seed, choice, k) for seed, choice, length in known for k in range(length) if k * part[1] // length == part[0]
+    ]  # fmt: skip
 
-    Exit with 1 for a difference.
+
+def run(
+    asked: Sequence[chaos.Asked], seed: int, options: dict[str, Any], *,
+    most: int, seconds: float, record: str, part: tuple[int, int] = (0, 1),
+) -> None:  # fmt: skip
+    """Kill until every position of ``part`` is met, at most ``most`` times and for ``seconds``.
+
+    Add the figures to ``record``. Exit with 1 for a difference.
     """
     same = {"requests": len(asked), "seed": seed, "tokens": asked[0].body["max_tokens"], "options": options}
-    before = _before(same, record)
+    limits = most, time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "witness"
         with chaos.replicas({"max_num_seqs": 256} | options, MODULE, **{VARIABLE: str(path)}) as server:
-            figures = _rounds(server, asked, path, (most, time.monotonic() + seconds), before)
-    figures = same | figures
-    print({name: value for name, value in figures.items() if name not in ("rounds", "missing")})
-    print(table(figures))
-    print(save(record, figures))
+            own = _rounds(server, asked, path, limits, (_before(same, record), part))
+    with alone(record):
+        figures = same | _joined(asked, _before(same, record), own)
+        print({name: value for name, value in figures.items() if name not in ("rounds", "missing")})
+        print(table(figures))
+        print(save(record, figures))
     if figures["differing"]:
         sys.exit(1)
 
@@ -102,40 +112,49 @@ def table(figures: dict[str, Any]) -> str:
     return "\n".join(["| Part | | p50, s | p99, s |", "| --- | --- | --- | --- |", *rows])
 
 
+def _place(missing: str) -> tuple[int, int, int]:
+    """Return the position of a line of the witness."""
+    seed, choice, k, _ = map(int, missing.split())
+    return seed, choice, k
+
+
 def _undisturbed(
-    server: ServerProcess, asked: Sequence[chaos.Asked], path: Path, before: dict[str, Any]
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Return the answers without a kill, and the witness's times. Tell the witness what it must know."""
+    server: ServerProcess, asked: Sequence[chaos.Asked], path: Path, of: tuple[dict[str, Any], tuple[int, int]]
+) -> tuple[list[dict[str, Any]], dict[str, Any], set[tuple[int, int, int]]]:
+    """Return the answers without a kill, the witness's times and the positions to meet. Tell them to the witness.
+
+    They are those of a part that the record lacks.
+    """
     port, process = server.port, server.process.pid
     asyncio.run(chaos.together(port, asked, rank=0))  # so that the next round finds no first use
     os.kill(process, signal.SIGHUP)
     plain = asyncio.run(chaos.together(port, asked, rank=1))
     expected = [chaos.normal(each) for each in plain]
     assert {each["status"] for each in expected} == {"200"}
-    known = lengths(asked, expected)
-    missing = {tuple(map(int, each.split()[:3])) for each in before["missing"]} if before else None
-    met = [
-        (seed, choice, k) for seed, choice, length in known for k in range(length)
-        if missing is not None and (seed, choice, k) not in missing
-    ]  # fmt: skip
-    Path(f"{path}.lengths").write_text(json.dumps({"lengths": known, "met": met}), encoding="utf-8")
+    (before, part), known = of, lengths(asked, expected)
+    open_ = set(positions(known, part))
+    open_ &= set(map(_place, before["missing"])) if before else open_
+    told_met = [each for each in positions(known) if each not in open_]
+    Path(f"{path}.lengths").write_text(json.dumps({"lengths": known, "met": told_met}), encoding="utf-8")
     os.kill(process, signal.SIGUSR2)
-    return expected, told(path, 1)[0]["plain"]
+    return expected, told(path, 1)[0]["plain"], open_
 
 
 def _rounds(
-    server: ServerProcess, asked: Sequence[chaos.Asked], path: Path, most: tuple[int, float], before: dict[str, Any]
-) -> dict[str, Any]:
+    server: ServerProcess, asked: Sequence[chaos.Asked], path: Path, most: tuple[int, float],
+    of: tuple[dict[str, Any], tuple[int, int]],
+) -> dict[str, Any]:  # fmt: skip
+    """Return the rounds of this run, with the positions that it has met."""
     port, process = server.port, server.process.pid
-    expected, undisturbed = _undisturbed(server, asked, path, before)
-    rounds, lines = list[dict[str, Any]](), list[dict[str, Any]]()
-    begun, moved = len(before.get("rounds", [])), chaos.metric(port, "request_moves_total")
-    while len(rounds) < most[0] and time.monotonic() < most[1]:
+    expected, undisturbed, open_ = _undisturbed(server, asked, path, of)
+    rounds, missing, begun = list[dict[str, Any]](), None, len(of[0].get("rounds", []))
+    moved = chaos.metric(port, "request_moves_total")
+    while open_ and missing != [] and len(rounds) < most[0] and time.monotonic() < most[1]:
         os.kill(process, signal.SIGUSR1)
         answers = asyncio.run(chaos.together(port, asked, rank=(begun + len(rounds)) % 2))
         os.kill(process, signal.SIGUSR2)
-        lines = told(path, 2 + len(rounds))
-        killed = bool(line := lines[-1])
+        killed = bool(line := told(path, 2 + len(rounds))[-1])
+        missing = line.pop("missing", missing)
         differing = [
             {"request": at, "kind": each.kind, "expected": want, "got": got}
             for at, (each, want, got) in enumerate(zip(asked, expected, map(chaos.normal, answers), strict=True))
@@ -147,14 +166,23 @@ def _rounds(
         rounds[-1] |= _figures(line, gaps, undisturbed)
         rounds[-1]["back_s"] = round(chaos.wait_for_engines(port, 2), 2)
         print(begun + len(rounds), json.dumps(rounds[-1] | {"differing": len(differing)}), flush=True)
-        if killed and not line["missing"]:
-            break
-    moved = chaos.metric(port, "request_moves_total") - moved
-    missing = next((each.pop("missing") for each in reversed(lines) if "missing" in each), before.get("missing", []))
-    return _summary(asked, lengths(asked, expected), [*before.get("rounds", []), *rounds], missing) | {
-        "moved": moved + before.get("moved", 0.0), "first_token_p99_s": _at(undisturbed["first_token_s"], 99),
-        "step_s": undisturbed["step_s"], "missing": missing,
+    return {
+        "rounds": rounds, "moved": chaos.metric(port, "request_moves_total") - moved,
+        "first_token_p99_s": _at(undisturbed["first_token_s"], 99), "step_s": undisturbed["step_s"],
+        "known": lengths(asked, expected), "met": open_.difference(map(_place, missing)) if missing is not None else (),
+        "missing": missing or [],
     }  # fmt: skip
+
+
+def _joined(asked: Sequence[chaos.Asked], before: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+    """Return the figures of the record with the rounds of a run. A position is missing unless any run has met it."""
+    before_missing = before["missing"] if before else ["{} {} {} 0".format(*each) for each in positions(own["known"])]
+    seen = {_place(each) for each in (*before_missing, *own["missing"]) if each.endswith(" 1")}
+    places = (each for each in map(_place, before_missing) if each not in own["met"])
+    missing = ["{} {} {} {}".format(*each, int(each in seen)) for each in places]
+    figures = _summary(asked, own["known"], [*before.get("rounds", []), *own["rounds"]], missing)
+    same = {name: own[name] for name in ("first_token_p99_s", "step_s")}
+    return figures | same | {"moved": own["moved"] + before.get("moved", 0.0), "missing": missing}
 
 
 def _summary(

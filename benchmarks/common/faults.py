@@ -26,7 +26,7 @@ from typing import Any
 
 from benchmarks import chaos
 from benchmarks.common.grounds import GROUNDS, Fleet, children, engines_of, requests
-from benchmarks.common.report import RESULTS, save
+from benchmarks.common.report import RESULTS, alone, save
 
 ROUND_SECONDS = 120.0
 CLIENTS, BLIPS, CLOCKS = 20, 4, 2
@@ -309,17 +309,19 @@ def run(
 ) -> None:
     """Commit ``count`` faults over all grounds, or on one, from round ``first`` on, and save the figures.
 
-    They end after about ``seconds``. A run with the seed of the record adds to it. Exit with 1 if anything is wrong.
+    They end after about ``seconds``. A run with the seed of the record adds to it, also beside others. Exit with 1 if
+    anything is wrong.
     """
     names = list(GROUNDS) if ground is None else [ground]
-    figures = _record(seed)
     for name in names:
+        figures = _record(seed)
         begun = first or figures["rounds"].get(name, 0)
         rounds, left = on_ground(
             name, -(-count // len(names)), seed, begun, options=options, seconds=seconds / len(names)
         )
-        figures = _added(figures, name, rounds, left)
-        print(save("chaos_faults", figures))
+        with alone("chaos_faults"):
+            figures = _added(_record(seed), name, rounds, left)
+            print(save("chaos_faults", figures))
     print({name: value for name, value in figures.items() if name not in ("cells", "failed")})
     if figures["failed"] or figures["processes_left"]:
         sys.exit(1)
@@ -355,7 +357,7 @@ def _added(figures: dict[str, Any], name: str, rounds: Sequence[Round], left: in
         {"ground": name, "round": each.number, "heavy": each.heavy, "held": each.held, "differing": each.differing}
         for each in rounds if each.wrong
     ]  # fmt: skip
-    done = {**figures["rounds"], name: rounds[-1].number + 1}
+    done = {**figures["rounds"], name: max(rounds[-1].number + 1, figures["rounds"].get(name, 0))}
     more = {key: figures[key] + value for key, value in sums.items()}
     cells_kept = dict(sorted(cells.items()))
     return figures | more | {

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,6 +28,14 @@ def parser(doc: str | None, module: str) -> argparse.ArgumentParser:
     return argparse.ArgumentParser(prog, description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
 
 
+def part(words: str) -> tuple[int, int]:
+    """Return the number of a part, from 0 on, and the number of parts."""
+    number, _, parts = words.partition("/")
+    if not (number.isdigit() and parts.isdigit() and int(number) < int(parts)):
+        raise argparse.ArgumentTypeError(f"{words} is no part such as 0/4")
+    return int(number), int(parts)
+
+
 def save(name: str, figures: Any, folder: Path = RESULTS) -> Path:
     """Write ``figures`` and the machine's fingerprint to NAME.json in ``folder``, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
@@ -32,6 +43,16 @@ def save(name: str, figures: Any, folder: Path = RESULTS) -> Path:
     record = {"benchmark": name, "figures": figures, "machine": _machine()}
     path.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
     return path
+
+
+@contextmanager
+def alone(name: str, folder: Path = RESULTS) -> Iterator[None]:
+    """Hold the record NAME, so that runs side by side add to it one after the other."""
+    place = folder / "tmp"
+    place.mkdir(parents=True, exist_ok=True)
+    with open(place / f"{name}.lock", "w", encoding="utf-8") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        yield
 
 
 @dataclass
