@@ -1,6 +1,7 @@
-"""Compile every portable kernel for every card: ``python -m tools.compile_matrix [--target 8.6] [--write]``.
+"""Compile every kernel for every card: ``python -m tools.compile_matrix [--target 8.6] [--write]``.
 
-No GPU is needed. Each configuration of the rules is compiled to machine code in a child of its own. A configuration
+No GPU is needed. Each configuration of the rules is compiled to machine code in a child of its own, as many at once as
+there are cores. A configuration
 that does not compile, does not fit the card's shared memory, spills more than is recorded, multiplies by another
 instruction or in another order of inputs, or waits for the launch ahead below 9.0 is a fault, and the status is 1.
 ``--write`` stores the counts in ``tools/compiled/matrix.json``, and ``python -m tools.gen_cards_doc`` writes them into
@@ -15,6 +16,8 @@ import os
 import sys
 import tempfile
 import time
+from collections import deque
+from collections.abc import Iterable, Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -22,7 +25,7 @@ from typing import Any
 import triton
 
 from preheat.backends.cuda.card import CARDS, Card, text
-from tools.compiled.facts import Facts, faults, in_child, summary
+from tools.compiled.facts import Child, Facts, faults, summary
 from tools.compiled.launches import launches, sample
 from tools.oracles.card import Launch
 from tools.oracles.card import card as simulated
@@ -45,11 +48,24 @@ class Kept:
         self._known: dict[str, Facts] = dict(json.loads(line) for line in lines)
         self._card = card
 
-    def facts(self, launch: Launch) -> Facts:
-        """Return the facts of ``launch``; compile it unless its source and arguments are known."""
-        key = sha256(f"{triton.__version__} {launch.kernel.cache_key} {launch.key}".encode()).hexdigest()
-        if key not in self._known:
-            self._known[key] = in_child(launch, self._card.capability)
+    def facts(self, launches: Iterable[Launch], processes: int) -> Iterator[Facts]:
+        """Yield the facts of ``launches`` in order, those whose source and arguments are unknown by children.
+
+        So many children run at once.
+        """
+        begun = deque[tuple[str, Child | None]]()
+        for launch in launches:
+            key = sha256(f"{triton.__version__} {launch.kernel.cache_key} {launch.key}".encode()).hexdigest()
+            begun.append((key, None if key in self._known else Child(launch, self._card.capability)))
+            while sum(child is not None for _, child in begun) >= processes:
+                yield self._ended(*begun.popleft())
+        while begun:
+            yield self._ended(*begun.popleft())
+
+    def _ended(self, key: str, child: Child | None) -> Facts:
+        """Return the facts of a launch, and keep those of a child."""
+        if child is not None:
+            self._known[key] = child.facts()
             if self._path is not None:
                 self._path.parent.mkdir(parents=True, exist_ok=True)
                 with self._path.open("a") as file:
@@ -58,7 +74,7 @@ class Kept:
 
 
 def compiled(
-    card: Card, only: str, kept: Kept, known: dict[str, int], *, some: bool
+    card: Card, only: str, kept: Kept, known: dict[str, int], *, some: bool, processes: int
 ) -> tuple[dict[str, Any], dict[str, list[str]]]:
     """Compile the configurations for ``card``; return their facts and the faults, by name.
 
@@ -69,8 +85,9 @@ def compiled(
         made = launches(card, only)
         made = sample(made) if some else made
         print(f"{card.version}: {len(made)} configurations", flush=True)
-        for number, (name, launch) in enumerate(made.items(), 1):
-            results[name] = kept.facts(launch)
+        found = kept.facts(made.values(), processes)
+        for number, (name, each) in enumerate(zip(made, found, strict=True), 1):
+            results[name] = each
             if said := faults(card, results[name], known.get(name, 0)):
                 wrong[name] = said
                 print(f"{card.version} {name}: {'; '.join(said)}", flush=True)
@@ -86,6 +103,7 @@ def main() -> int:
     parser.add_argument("--sample", action="store_true", help="the largest configuration of each kernel and form alone")
     parser.add_argument("--keep", metavar="FOLDER", type=Path, help="keep the facts, and go on where a run ended")
     parser.add_argument("--write", action="store_true", help="store the counts and the spills")
+    parser.add_argument("--processes", type=int, default=os.cpu_count(), help="compilations at once, by default cores")
     args = parser.parse_args()
     if args.only and args.write:
         parser.error("--write stores whole targets: leave --only out")
@@ -97,7 +115,7 @@ def main() -> int:
                 continue
             known = {} if args.write else stored["targets"].get(card.version, {}).get("spills", {})
             kept = Kept(args.keep, card)
-            results, wrong = compiled(card, args.only, kept, known, some=args.sample)
+            results, wrong = compiled(card, args.only, kept, known, some=args.sample, processes=args.processes)
             if args.write:
                 wrong = {name: said for name, said in wrong.items() if not all("spilled" in each for each in said)}
                 stored["triton"] = triton.__version__

@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from preheat.backends.base.layers import LayerWeights
-from preheat.backends.cuda.card import CARDS
+from preheat.backends.cuda.card import CARDS, HOPPER
 from preheat.backends.cuda.matmul.heads import HeadsLayer
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.heads import EachHead
@@ -42,6 +42,16 @@ def test_the_largest_kernels_compile(card, group, kernel, instruction, monkeypat
         found = facts(launch, card.capability)
     assert faults(card, found, 1024) == []
     assert (found["instructions"], found["waits"]) == ([instruction], card.early_launch)
+
+
+def test_hoppers_own_kernels_are_launched_on_hopper_alone():
+    only = r"^dense, int4, 16 rows$|^prefill on Hopper, heads 14/2"
+    with simulated(HOPPER.capability):
+        found = {each.name for each in launches(HOPPER, only).values()}
+    with simulated(BLACKWELL.capability):
+        others = {each.name for each in launches(BLACKWELL, only).values()}
+    own = {"_small_m_codes", "_prefill", "_prefill_narrow"}
+    assert own <= found and not own & others
 
 
 @pytest.mark.parametrize("of", [HeadsLayer, EachHead])

@@ -46,6 +46,7 @@ def facts(launch: Launch, capability: Capability) -> Facts:
         lines = [line.strip() for line in f"{error}".splitlines() if line.strip()]
         return {"error": f"{type(error).__name__}: {lines[-1] if lines else ''}"[:300]}
     ptx, text = made.asm["ptx"], made.asm["ttgir"]
+    first = made.asm.get("ttir", text)  # Gluon's programs begin with layouts
     spills = re.findall(r"(\d+) bytes spill stores, (\d+) bytes spill loads", said.getvalue())
     registers = [int(each) for each in re.findall(r"Used (\d+) registers", said.getvalue())]
     return {
@@ -53,29 +54,40 @@ def facts(launch: Launch, capability: Capability) -> Facts:
         "registers": max(registers, default=0),
         "spills": max((int(one) + int(other) for one, other in spills), default=0),
         "instructions": sorted(set(INSTRUCTIONS.findall(ptx))),
-        "products": bool(re.search(r"tt\.dot\b.*(?:bf16|f16|f8)", made.asm["ttir"])),
+        "products": bool(re.search(r"(?:tt\.dot|warp_group_dot)\b.*(?:bf16|f16|f8)", first)),
         "widths": sorted({int(each) for each in re.findall(r"xbf16, #ttg\.dot_op<\{[^}]*kWidth = (\d+)", text)}),
         "waits": "griddepcontrol" in ptx,
     }
 
 
-def in_child(launch: Launch, capability: Capability) -> Facts:
-    """Return the facts of ``launch``, compiled in a child: the compiler may end its process."""
-    with tempfile.TemporaryFile("w+") as told, tempfile.TemporaryFile("w+") as noise:
+class Child:
+    """A compilation of ``launch`` in a child, because the compiler may end its process."""
+
+    def __init__(self, launch: Launch, capability: Capability) -> None:
+        self._told = tempfile.TemporaryFile("w+")  # noqa: SIM115 - closed behind the child's end
         sys.stdout.flush()
-        child = os.fork()
-        if child == 0:
+        self._process = os.fork()
+        if self._process == 0:
             signal.alarm(SECONDS)
-            os.dup2(noise.fileno(), 2)
-            json.dump(facts(launch, capability), told)
-            told.flush()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+            json.dump(facts(launch, capability), self._told)
+            self._told.flush()
             os._exit(0)
-        _, status = os.waitpid(child, 0)
-        told.seek(0)
-        if status == 0 and (text := told.read()):
-            found: Facts = json.loads(text)
-            return found
+
+    def facts(self) -> Facts:
+        """Wait for the end of the child, and return the facts."""
+        _, status = os.waitpid(self._process, 0)
+        with self._told as told:
+            told.seek(0)
+            if status == 0 and (text := told.read()):
+                found: Facts = json.loads(text)
+                return found
         return {"error": f"the compiler ended with signal {status & 127}"}
+
+
+def in_child(launch: Launch, capability: Capability) -> Facts:
+    """Return the facts of ``launch``, compiled in a child."""
+    return Child(launch, capability).facts()
 
 
 def faults(card: Card, found: Facts, spilled: int = SPILLED) -> list[str]:

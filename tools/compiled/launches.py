@@ -1,7 +1,7 @@
-"""Launches of every portable kernel on a simulated card, in the configurations of the rules.
+"""Launches of every kernel on a simulated card, in the configurations of the rules.
 
 The backend's own host code launches them with tensors of torch's device "meta": see :mod:`tools.oracles.card`. Nothing
-runs. Kernels written in Gluon are left out: they are for Hopper alone.
+runs. Kernels written in Gluon are for Hopper alone, so they are among the launches of 9.0.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton.experimental.gluon._runtime import GluonJITFunction
 
 from preheat.backends.cpu.backend import CpuBackend
+from preheat.backends.cuda import attention_hopper
 from preheat.backends.cuda import latent_attention as latent
 from preheat.backends.cuda import paged_attention as paged
 from preheat.backends.cuda.activation import activate, clip, silu_and_mul
@@ -54,6 +54,9 @@ Work = Callable[[], object]
 HEADS = ((32, 8, 128), (14, 2, 64), (8, 4, 256), (16, 2, 512))
 """Query heads, KV heads and numbers of a head."""
 
+CACHES = tuple(DTYPES.values())
+"""Types of caches of eight bits."""
+
 STORED = {"bfloat16": torch.bfloat16, "float32": torch.float32, **DTYPES}
 
 
@@ -65,7 +68,7 @@ def launches(hardware: Hardware, only: str = "") -> dict[str, Launch]:
     found: dict[str, Launch] = {}
     known: set[str] = set()
     for where, each in _all(hardware, lambda name: re.search(only, name) is not None):
-        if isinstance(each.kernel, GluonJITFunction) or each.key in known:
+        if each.key in known:
             continue
         known.add(each.key)
         name = f"{each.name}, {where}"
@@ -154,6 +157,22 @@ def attention(hardware: Hardware) -> Iterator[tuple[str, Work]]:
         yield f"prefill {name}, both sides", work
         yield f"rope {name}", lambda c=cache, d=dtype, s=(None if value_scale is None else (1.0, 1.0)), h=(heads, kv, dim): (  # noqa: E501
             _rope(c, d, s, *h))  # fmt: skip
+    yield from prompts_on_hopper(hardware)
+
+
+def prompts_on_hopper(hardware: Hardware) -> Iterator[tuple[str, Work]]:
+    """Yield attention of prompts by Hopper's own kernel, which asks for a real device."""
+    if not hardware.is_hopper:
+        return
+    for (heads, kv, dim), stored in product(((32, 8, 128), (14, 2, 64), (64, 8, 64)), (torch.bfloat16, *CACHES)):
+        q, cache = _empty(2048, heads, dim), _empty(1024, 2, kv, 64, dim, dtype=stored)
+        places = Places(_whole(2048), _whole(2048), _whole(64, 512)), Pieces(_whole(64, 2), _whole(1))
+        narrow, sinks = stored != torch.bfloat16, _empty(heads, dtype=torch.float32)
+        scores = Scores(0.1, value_scale=1.0 if narrow else None)
+        for how, given in (("", scores), (", window", scores._replace(window=4096)), (
+            ", sinks", scores._replace(window=128, sinks=sinks))):  # fmt: skip
+            work = partial(attention_hopper.prefill_attention, q, cache, _empty(2048, heads * dim), *places, given)
+            yield f"prefill on Hopper, heads {heads}/{kv} of {dim}, cache {name_of(stored)}{how}", work
 
 
 def _rope(cache: Tensor, dtype: torch.dtype, scales: tuple[float, float] | None, heads: int, kv: int, dim: int) -> None:
