@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from collections.abc import Callable
 from ctypes import CFUNCTYPE, c_int64, c_void_p
 
@@ -14,9 +16,9 @@ from torch import Tensor
 pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
 from llvmlite import ir
 
-from preheat.backends.cpu.llvm import functions, job, machine, targets
+from preheat.backends.cpu.llvm import functions, job, machine, targets, team
 from preheat.backends.cpu.llvm.emit import LONG, POINTER, Function, Value
-from preheat.backends.cpu.llvm.kinds import COUNTERS, ENDED, JOB, POSTED, TAKEN, Product
+from preheat.backends.cpu.llvm.kinds import COUNTERS, ENDED, FRAME, FUNCTION, JOB, LAYER, POSTED, TAKEN, Product
 from preheat.backends.cpu.llvm.memory import zeros
 from tests.cpu.test_llvm import Alone
 from tests.waiting import until
@@ -183,3 +185,78 @@ def test_a_list_could_run_twice_if_the_reads_were_swapped():
     """Control."""
     take = taking(read_backwards)
     assert max(runs_too_many(take, *case) for case in CASES) > 0
+
+
+# --- a thread never runs a function with a layer of another job ---
+
+PAIR = 2  # the words of the frame that a function fills with its own number and its layer
+
+
+def marking(module: ir.Module, number: int) -> Function:
+    """Return a function of a job that writes its number and its layer to the frame."""
+    e = Function(module, f"mark{number}", [POINTER, POINTER, LONG, LONG])
+    for at, value in enumerate((e.i(number), e.b.ptrtoint(e.args[1], LONG))):
+        e.store(value, e.args[0], PAIR + at, LONG, 8)
+    e.close()
+    return e
+
+
+def unchecked(e: Function, frame: Value, number: Value) -> job._Published:
+    """Read a job as ``_read_job`` does, but not whether it is whole: the control."""
+    function, layer, _ = job._read_job(e, frame, number)
+    return job._Published(function, layer, ir.Constant(ir.IntType(1), 1))
+
+
+def pair_of(read: Callable[..., job._Published], moment: int) -> list[int]:
+    """Return the function and the layer that a late thread runs, if the next job is published before a read.
+
+    The late job has function 1 and layer 1, the next one 2 and 2. Zeros: the thread runs nothing.
+    """
+    module = ir.Module("pair")
+    module.triple = targets.here().triple
+    for number in (1, 2):
+        marking(module, number)
+    e = Watched(module, "part", [POINTER])
+    number = e.i(7)
+    job._take_part(e, e.args[0], e.i(1), number, read(e, e.args[0], number))
+    e.close()
+    code = machine.Code(machine.compile_code(str(module), None)[0])
+    frame, counters = zeros(64, np.int64), zeros(8, np.int64)
+
+    def publish(next_one: int) -> None:
+        counters[:2], frame[FUNCTION], frame[LAYER] = (6 + next_one) << 32, code.address(f"mark{next_one}"), next_one
+
+    def meanwhile(at: int) -> None:
+        if at == moment:
+            publish(2)
+
+    told = CFUNCTYPE(None, c_int64)(meanwhile)
+    frame[0], frame[FRAME["counters"]] = np.frombuffer(told, np.int64)[0], counters.ctypes.data
+    publish(1)
+    CFUNCTYPE(None, c_void_p)(code.address("part"))(frame.ctypes.data)
+    return frame[PAIR : PAIR + 2].tolist()
+
+
+def test_a_function_runs_with_the_layer_of_its_job_or_not_at_all():
+    assert [pair_of(job._read_job, moment) for moment in range(4)] == [[0, 0], [0, 0], [0, 0], [1, 1]]
+
+
+def test_a_function_could_run_with_another_layer_without_the_last_read():
+    """Control: it then follows addresses that the other layer may not have, such as those of adapters."""
+    assert pair_of(unchecked, 1) == [1, 2]
+
+
+def test_a_thread_without_a_processor_keeps_what_it_may_read(monkeypatch):
+    monkeypatch.setattr(team, "_END_SECONDS", 0.0)
+    kept = zeros(8, np.int64)
+    alive = weakref.ref(kept)
+    alone = Alone(code(closed=True), HOW, torch.randn(128, 64), 2)
+    ended = team.Team(alone.team.code, 2, [kept])
+    shared = ended._shared
+    monkeypatch.setattr(shared, "wake", lambda: None)  # the thread sleeps on, as if it had no processor
+    assert until(lambda: shared.asleep)
+    del ended, kept
+    gc.collect()
+    assert alive() is not None and shared.kept
+    monkeypatch.undo()
+    shared.wake()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import NamedTuple
 
 from llvmlite import ir
 
@@ -149,7 +150,7 @@ def _join(module: ir.Module, run: Value) -> None:
         number = e.load_atomic(e.at(frame, JOB, LONG))
         with e.when(e.b.icmp_signed("!=", number, e.get(seen))):
             e.set(seen, number)
-            _take_part(e, frame, e.i(0), number)
+            _take_part(e, frame, e.i(0), number, _read_job(e, frame, number))
             e.set(turns, e.i(0))
         posted, ended = (e.load_atomic(e.at(frame, at, LONG)) for at in (POSTED, ENDED))
         return e.b.icmp_signed("==", posted, ended)
@@ -158,10 +159,30 @@ def _join(module: ir.Module, run: Value) -> None:
     e.close()
 
 
-def _take_part(e: Function, frame: Value, thread: Value, number: Value) -> None:
-    """Run a thread's part of job ``number``."""
-    function, layer = (e.field(frame, at, POINTER) for at in (FUNCTION, LAYER))
-    with e.denormals_kept():
+class _Published(NamedTuple):
+    """The function of a job, its layer's frame, and whether both belong to that job and not to a later one."""
+
+    function: Value
+    layer: Value
+    whole: Value
+
+
+def _read_job(e: Function, frame: Value, number: Value) -> _Published:
+    """Return what is published of job ``number``.
+
+    The counters get a job's number before its function and its layer are stored, so they are read last. A function with
+    a layer of another kind would follow addresses that this layer does not have.
+    """
+    function, layer = (e.load_atomic(e.at(frame, at, LONG)) for at in (FUNCTION, LAYER))
+    word = e.load_atomic(e.field(frame, FRAME["counters"], POINTER))
+    whole = e.b.icmp_signed("==", e.b.lshr(word, e.i(32)), number)
+    return _Published(function, layer, whole)
+
+
+def _take_part(e: Function, frame: Value, thread: Value, number: Value, job: _Published) -> None:
+    """Run a thread's part of job ``number``, unless a later job is being published: then this one is over."""
+    function, layer = (e.b.inttoptr(each, POINTER) for each in job[:2])
+    with e.when(job.whole), e.denormals_kept():
         e.b.call(_Callee(function, _KIND), [frame, layer, thread, number])
 
 
@@ -209,11 +230,10 @@ def _work(module: ir.Module, run: Value) -> None:
     b.position_at_end(part)
     e.set(seen, number)
     e.set(left, spins)
-    function = e.field(frame, FUNCTION, POINTER)
-    b.cbranch(b.icmp_signed("==", b.ptrtoint(function, LONG), e.i(0)), stop, call)
+    job = _read_job(e, frame, number)
+    b.cbranch(b.icmp_signed("==", job.function, e.i(0)), stop, call)
     b.position_at_end(call)
-    with e.denormals_kept():
-        b.call(_Callee(function, _KIND), [frame, e.field(frame, LAYER, POINTER), thread, number])
+    _take_part(e, frame, thread, number, job)
     b.branch(look)
     b.position_at_end(stop)
     b.ret(e.i(-1))

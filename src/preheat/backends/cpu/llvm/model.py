@@ -64,9 +64,12 @@ class Functions:
         threads: int, folder: Path | None, rows: int,
     ) -> None:  # fmt: skip
         self._rows, self._columns, self._kept = rows, limits.max_blocks_per_seq, list[Tensor]()
+        self._singles = list[np.ndarray]()  # the frames of products that run by themselves
+        self._slots: list[object] = [_experts(layer).slots for layer in layers if layer.routed is not None]
         self._kinds = [_kind(layer, limits) for layer in layers]
         single = [each for each in others if isinstance(each, PanelLayer)]
         panels = [*(each for layer in layers for each in _panels(layer).values()), *single]
+        self._slots += [each.slots for each in panels]
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(self._kinds))}
         alone = {how: number for number, how in enumerate(dict.fromkeys(layer.how for layer in single))}
         last = self._kinds[-1]
@@ -131,7 +134,8 @@ class Functions:
     @cached_property
     def team(self) -> Team:
         """The threads that run the functions, and the lists of jobs."""
-        team = Team(self.code, self._threads)
+        kept = self._frames, self._last, self._singles, self._slots, self._arrays
+        team = Team(self.code, self._threads, kept)
         for name, array in self._arrays.items():
             team.set(name, array.ctypes.data)
         for names, frame, words in zip(self._names, self._frames, self._jobs, strict=True):
@@ -232,6 +236,7 @@ class Functions:
     def _alone(self, layer: PanelLayer, name: str) -> Callable[[Tensor, Tensor], Tensor]:
         """Return a function that runs one product by itself."""
         frame = zeros(_FRAME_WORDS, np.int64)
+        self._singles.append(frame)
         for field, place in layer.fields("qkv"):
             frame[LAYER_FRAME[field]] = place
         address = frame.ctypes.data

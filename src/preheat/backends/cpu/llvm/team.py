@@ -34,6 +34,7 @@ class _Shared:
         self.frame[FRAME["counters"]] = self.counters.ctypes.data
         self.address = self.frame.ctypes.data
         self.asleep, self._locks = set[int](), [Lock() for _ in range(threads)]
+        self.kept: object = None
         for lock in self._locks:
             lock.acquire()
 
@@ -62,11 +63,13 @@ class Team:
 
     The caller takes part in every job and needs no other thread to end it: a thread claims the units that it runs.
     A posted list of jobs may run while the caller does other work. The threads end with the team.
+
+    ``kept`` holds the memory that functions read before they claim a unit: a late thread may read it after the job.
     """
 
     posted = False
 
-    def __init__(self, code: Code, threads: int) -> None:
+    def __init__(self, code: Code, threads: int, kept: object = None) -> None:
         self.code, self.threads, self._shared = code, threads, _Shared(code, threads)
         self._frame = self._shared.frame
         self._frame[FRAME["threads"]] = threads
@@ -76,7 +79,7 @@ class Team:
         ]
         for thread in others:
             thread.start()
-        weakref.finalize(self, _end, self._shared, others)
+        weakref.finalize(self, _end, self._shared, others, kept)
 
     def set(self, name: str, value: int) -> None:
         """Set a field of the frame."""
@@ -117,9 +120,13 @@ class Team:
             self._shared.wake()
 
 
-def _end(shared: _Shared, threads: list[threading.Thread]) -> None:
-    """End the threads: a job without a function. Wait a second for each; a thread without a processor ends later."""
-    shared.frame[FUNCTION] = 0  # a late thread may still read the last job's layer
+def _end(shared: _Shared, threads: list[threading.Thread], kept: object) -> None:
+    """End the threads: a job without a function. Wait a second for each; a thread without a processor ends later.
+
+    Such a thread may still read the last job's layer, so it takes over what is ``kept``.
+    """
+    shared.kept = kept
+    shared.frame[FUNCTION] = 0
     shared.frame[JOB] += 1
     shared.wake()
     for thread in threads:
