@@ -109,7 +109,8 @@ def test_a_tile_with_other_bits_is_replaced_before_it_serves(fault: bool, monkey
     monkeypatch.setattr(prove, "compiling", lambda threads: nullcontext())
     rejected: list[int] = []
     monkeypatch.setattr(KernelConfigs, "reject_heads", lambda self, shape, rows, heads: rejected.append(rows))
-    prove.settle_heads([(layer, [1, 2])], invariant=True, seeds=2)
+    monkeypatch.setattr(prove, "SEEDS", 2)
+    prove.settle_heads([(layer, [1, 2])], invariant=True)
     assert rejected == [2] * fault
     monkeypatch.undo()
     layer.configs.reject_heads(layer.shape, 2, HEADS)
