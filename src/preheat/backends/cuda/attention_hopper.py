@@ -26,7 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from preheat.backends.cuda.attention_values import LOG2_E, Pieces, Places, Scores
-from preheat.backends.cuda.hopper import barriers, descriptor, is_hopper, ring
+from preheat.backends.cuda.hopper import barriers, descriptor, reads_pages, ring
 from preheat.backends.cuda.launch import begin, options, processors
 
 ROWS = gl.constexpr(64)
@@ -414,21 +414,12 @@ STAGES = 4
 
 def fits(q: Tensor, cache: Tensor) -> bool:
     """Whether this kernel supports these arguments of :func:`prefill_attention`."""
-    heads, dim = q.shape[1:]
-    kv_heads, block = cache.shape[2:4]
+    heads, kv_heads = q.shape[1], cache.shape[2]
     return (
-        q.is_cuda
-        and is_hopper(q.device)
-        and q.element_size() == 2
+        reads_pages(q, cache, TILE.value)
         and (cache.dtype == q.dtype or cache.element_size() == 1)
-        and dim in (64, 128)
-        and block % TILE.value == 0
         and triton.next_power_of_2(heads // kv_heads) <= min(ROWS.value, heads)  # a token's rows fit one tile
-        and all(
-            stride * part.element_size() % 16 == 0
-            for part, most in ((q, 2), (cache, 3))  # TMA needs strides of whole 16 bytes
-            for stride in part.stride()[:most]
-        )
+        and all(stride * q.element_size() % 16 == 0 for stride in q.stride()[:2])  # the copy engine reads queries, too
     )
 
 

@@ -28,7 +28,7 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from preheat.backends.cuda.attention_tile import claim
 from preheat.backends.cuda.attention_values import LOG2_E, Pieces, Places, Rows, Scores, Workspace
-from preheat.backends.cuda.hopper import barriers, descriptor, is_hopper, ring
+from preheat.backends.cuda.hopper import barriers, descriptor, reads_pages, ring
 from preheat.backends.cuda.launch import begin, options, processors
 
 ROWS = gl.constexpr(16)
@@ -280,19 +280,12 @@ kernel takes 245, 64 such rows 47 (78), and 8 rows of 4,000 tokens 25 (38).
 
 def fits(q: Tensor, cache: Tensor, rows: Rows, scores: Scores) -> bool:
     """Return whether this kernel supports these arguments of :func:`decode_attention`."""
-    heads, dim = q.shape[1:]
-    kv_heads, block = cache.shape[2:4]
     return (
-        q.is_cuda
-        and is_hopper(q.device)
-        and q.element_size() == 2
+        reads_pages(q, cache, TILE.value)
         and cache.dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
         and rows.width == 1
         and scores.alibi is None
-        and dim in (64, 128)
-        and block % TILE.value == 0
-        and heads // kv_heads <= ROWS.value
-        and all(stride % 16 == 0 for stride in cache.stride()[:3])  # TMA needs strides of whole 16 bytes
+        and q.shape[1] // cache.shape[2] <= ROWS.value
     )
 
 

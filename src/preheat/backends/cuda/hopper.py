@@ -43,3 +43,18 @@ def is_hopper(device: torch.device | None = None) -> bool:
     if device is not None and device.type != "cuda":  # Triton's interpreter
         return False
     return torch.cuda.get_device_capability(device)[0] == 9
+
+
+def reads_pages(q: Tensor, cache: Tensor, tile: int) -> bool:
+    """Return whether kernels of attention for Hopper read these queries [tokens, heads, dim] and this paged cache.
+
+    The copy engine takes ``tile`` keys of a block at once, and needs strides of whole 16 bytes.
+    """
+    return (
+        q.is_cuda
+        and is_hopper(q.device)
+        and q.element_size() == 2
+        and q.shape[2] in (64, 128)
+        and cache.shape[3] % tile == 0
+        and all(stride * cache.element_size() % 16 == 0 for stride in cache.stride()[:3])
+    )
