@@ -231,11 +231,11 @@ def test_verify_sees_a_prefix_cache_that_knows_no_adapters(monkeypatch, small):
 
 
 def test_verify_sees_an_adapter_slot_that_keeps_its_old_adapter(monkeypatch, small):
-    right, seen = AdapterSlotTable.take_loads, dict[int, set[int]]()
+    right, seen = AdapterSlotTable.take_loads, dict[AdapterSlotTable, set[int]]()
 
     def only_the_first(self):
         """Return only the first load of each adapter slot."""
-        known = seen.setdefault(id(self), set())
+        known = seen.setdefault(self, set())
         return [(place, adapter) for place, adapter in right(self) if place not in known and not known.add(place)]
 
     monkeypatch.setattr(AdapterSlotTable, "take_loads", only_the_first)

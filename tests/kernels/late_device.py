@@ -15,7 +15,9 @@ GARBAGE = 0x5A
 
 
 class LateDevice(TorchDispatchMode):
-    """Follow the copies that are asked for without waiting, of tensors in ``host``: storages of host copies.
+    """Follow the copies that are asked for without waiting, of tensors in ``host``: host copies by their address.
+
+    Host copies are kept after their engine's end: otherwise another tensor could get the address of one.
 
     Memory that the device reads must stay as it was when the copy was asked for, until the host has waited for an
     event behind the copy: :attr:`rewritten` counts host copies that changed before. Memory that the device writes is
@@ -24,7 +26,7 @@ class LateDevice(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.host: set[int] = set()
+        self.host: dict[int, Tensor] = {}
         self.rewritten, self.copies, self._asked = 0, 0, 0
         self._reads: deque[tuple[int, Tensor, Tensor]] = deque()
         self._writes: deque[tuple[int, Tensor, Tensor]] = deque()
@@ -89,7 +91,7 @@ class LateCuda(InterpretedCuda):
 
     def host_copy(self, tensor: Tensor) -> Tensor:
         copy = super().host_copy(tensor)
-        self.late.host.add(copy.untyped_storage().data_ptr())
+        self.late.host[copy.untyped_storage().data_ptr()] = copy
         return copy
 
     def event(self) -> LateEvent:
