@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 
 import numpy as np
 import pytest
@@ -242,6 +243,18 @@ def test_grammars_are_compiled_once(llm, grammars, monkeypatch):
     texts(llm, [held(seed=seed, regex="once [ab]{2}") for seed in range(4)])
     texts(llm, [held(regex="once [ab]{2}")])
     assert [params.regex for params in compiled].count("once [ab]{2}") == 1
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [{"json": {"enum": [{"a": number} for number in range(1900)]}}, {"choice": [f"{n:x}" for n in range(10_000)]}],
+    ids=["enum", "choice"],
+)
+def test_many_values_compile_in_time(grammars, asked):
+    """The time grows with the number of values, not with its square."""
+    began = time.process_time()
+    grammars.grammar(held(**asked).structured_outputs).result()
+    assert time.process_time() - began < 8
 
 
 def test_few_long_grammars_are_kept(grammars, monkeypatch):

@@ -264,6 +264,8 @@ ENDLESS: dict[str, dict[str, Any]] = {
     "huge": {"json": '{"type": "integer", "minimum": 1e999999}'},
     "white space": {"json": {}, "whitespace_pattern": "[^\\s\\S]"},
     "items": {"json": {"type": "array", "minItems": 10**9}},
+    "characters": {"json": {"type": "string", "minLength": 2**33}},
+    "names that may be equal": {"json": {"additionalProperties": {"const": 1}, "type": "object", "minProperties": 2}},
 }
 
 
@@ -272,6 +274,21 @@ def test_grammars_without_a_finite_text_are_refused(backend, name):
     with pytest.raises(InvalidRequest, match=r"^structured_outputs\.\w+: ") as error:
         backend.compile(StructuredOutputsParams(**ENDLESS[name]))
     assert error.value.status == 400
+
+
+@pytest.mark.parametrize(("key", "text"), [("maxItems", "[1]"), ("maxLength", '"1"'), ("maxProperties", '{"1":1}')])
+def test_a_number_of_parts_beyond_every_text_bounds_nothing(backend, bytes_of, key, text):
+    kind = {"maxItems": "array", "maxLength": "string"}.get(key, "object")
+    grammar = backend.compile(StructuredOutputsParams(json={"type": kind, key: 2**33}))
+    assert takes(backend, bytes_of, grammar, text)
+
+
+def test_of_properties_without_a_name_one_counts_as_another(backend, bytes_of):
+    """Two of them may have one name, so a text with both may have fewer properties than it shows."""
+    schema = {"type": "object", "properties": {"a": {"const": 1}}, "additionalProperties": {"const": 2}}
+    grammar = backend.compile(StructuredOutputsParams(json=schema | {"minProperties": 2, "maxProperties": 3}))
+    fits = ['{"a":1, "b":2}', '{"a":1, "b":2, "b":2}', '{"b":2, "b":2}', '{"a":1}', '{"a":1, "b":2, "b":2, "b":2}']
+    assert [takes(backend, bytes_of, grammar, text) for text in fits] == [True, True, False, False, False]
 
 
 def test_a_way_that_does_not_end_is_not_taken(backend, bytes_of):

@@ -7,7 +7,7 @@ leaves, and a value must fit all of them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
 from decimal import Decimal
 from typing import Any, NoReturn
@@ -65,6 +65,7 @@ class Document:
         self._ignores_beside = any(draft in str(root.get("$schema", "")) for draft in _OLD)
         self._alternatives = dict[Place, list[Alternative]]()
         self._patterns = dict[str, Node]()
+        self._enums = dict[Leaf, frozenset[Hashable]]()
 
     def no(self, place: Place, key: str, why: str) -> NoReturn:
         """Refuse the keyword ``key`` at ``place``."""
@@ -211,14 +212,20 @@ class Document:
         """Return whether ``value`` fits all of ``places``."""
         return any(all(self.leaf_admits(leaf, value) for leaf in leaves) for leaves in self.together(places))
 
+    def _enumerated(self, leaf: Leaf) -> frozenset[Hashable]:
+        """Return the keys of the values that the ``enum`` of a leaf lists."""
+        if (found := self._enums.get(leaf)) is None:
+            found = self._enums[leaf] = frozenset(map(identity, leaf.schema["enum"]))
+        return found
+
     def leaf_admits(self, leaf: Leaf, value: Any) -> bool:
         """Return whether ``value`` fits a leaf."""
         schema = leaf.schema
         if not any(is_of(value, kind) for kind in self.types(leaf)):
             return False
-        if "const" in schema and not same(schema["const"], value):
+        if "const" in schema and identity(schema["const"]) != identity(value):
             return False
-        if "enum" in schema and not any(same(each, value) for each in schema["enum"]):
+        if "enum" in schema and identity(value) not in self._enumerated(leaf):
             return False
         if isinstance(value, str):
             return within(schema, "Length", len(value)) and all(fits(node, value) for node in self.strings(leaf))
@@ -280,12 +287,11 @@ def is_of(value: Any, kind: str) -> bool:
 _PYTHON: dict[str, Any] = {"string": str, "number": (int, float, Decimal), "array": list, "object": dict}
 
 
-def same(one: Any, other: Any) -> bool:
-    """Return whether two JSON values are equal; numbers are compared by value."""
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(same(one[key], other[key]) for key in one)
-    if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(same, one, other))
-    if (left := number(one)) is not None and (right := number(other)) is not None:
-        return left == right
-    return type(one) is type(other) and bool(one == other)
+def identity(value: Any) -> Hashable:
+    """Return a key of a JSON value; equal values have equal keys. Numbers are compared by value."""
+    if isinstance(value, dict):
+        return dict, frozenset((name, identity(each)) for name, each in value.items())
+    if isinstance(value, list):
+        return list, tuple(map(identity, value))
+    exact = number(value)
+    return (type(value), value) if exact is None else (Decimal, exact)

@@ -38,7 +38,7 @@ def _source(params: StructuredOutputsParams) -> str:
             _check_regex(params.regex or "")
             return LLMatcher.grammar_from_regex(params.regex or "")
         case "choice":
-            return LLMatcher.grammar_from_lark(f"start: {' | '.join(choices_of(params))}")
+            return LLMatcher.grammar_from_lark(f"start: TEXT\nTEXT: {' | '.join(choices_of(params))}")
         case "grammar":
             lark = _lark(params.grammar or "")
             check_lark(lark)

@@ -38,6 +38,9 @@ from preheat.utils.exact_json import dumps
 MOST_RULES, MOST_DIGITS, MOST_CELLS, MOST_ITEMS = 100_000, 400, 32, 4096
 """Bounds: rules of a schema, digits of a number, kinds of further properties, required items or properties."""
 
+MOST_PARTS = 2**31 - 1
+"""Parts that no text has; a library counts no further."""
+
 ROOT = "start"
 
 
@@ -165,6 +168,7 @@ class JsonRules:
     def _string(self, leaves: Alternative) -> Node:
         node = both(*(each for leaf in leaves for each in self._document.strings(leaf)))
         least, most = _span(leaves, "Length")
+        self._bound(least, "characters", leaves, MOST_PARTS)
         if least or most is not None:
             sized = NOTHING if most is not None and least > most else _any(least, most)
             node = both(node, sized)
@@ -199,7 +203,7 @@ class JsonRules:
         listed = max((len(leaf.schema.get(document.listed(leaf)[0], ())) for leaf in leaves), default=0)
         if most is not None and least > most:
             return NOTHING
-        self._bound(least, "items", leaves)
+        self._bound(least, "items", leaves, MOST_ITEMS)
         behind = self._items(self._value(document.item(leaves, None)), listed, least, most)
         for at in reversed(range(listed)):
             close = self._closed("]") if at else token(text("]"))
@@ -228,11 +232,17 @@ class JsonRules:
         if most is not None and (least > most or len(required) > most):
             return NOTHING
         least = 0 if least <= len(required) else least
-        self._bound(least, "properties", leaves)
+        self._bound(least, "properties", leaves, MOST_ITEMS)
         members = list[Member]()
         for each in names:
             members.append((seq(self._key(each), self._value(document.property(leaves, each))), each in required))
         further = self._further(leaves, list(names))
+        if further != NOTHING and least > len(names) + 1:
+            raise refused(
+                document.part,
+                f"it asks for {least:,} properties and names {len(names):,}: the names of others may be equal, so name "
+                f"{least - 1:,} in properties (at {_paths(leaves)})",
+            )
         rest = _Members(self, name, members, further, (least, most))
         return seq(self._opened("{"), rest.first())
 
@@ -263,9 +273,9 @@ class JsonRules:
                 found.append(seq(Quoted(node), token(self._colon()), self._value(tuple(places))))
         return alt(*found)
 
-    def _bound(self, least: int, what: str, leaves: Alternative) -> None:
-        if least > MOST_ITEMS:
-            raise refused(self._document.part, f"it asks for more than {MOST_ITEMS:,} {what} (at {_paths(leaves)})")
+    def _bound(self, least: int, what: str, leaves: Alternative, bound: int) -> None:
+        if least > bound:
+            raise refused(self._document.part, f"it asks for more than {bound:,} {what} (at {_paths(leaves)})")
 
     def _rule(self, name: str, node: Node) -> Node:
         """Return ``node`` as a rule of its own; `NOTHING` stays."""
@@ -284,7 +294,8 @@ class _Members:
     """The rest of an object behind some members.
 
     State (``at``, ``seen``) has decided on the first ``at`` named members and has ``seen`` members. ``seen`` stops at a
-    cap, where the number no longer matters.
+    cap, where the number no longer matters. The names of further members may be equal, so only one of them counts
+    towards the least number.
     """
 
     def __init__(
@@ -292,44 +303,42 @@ class _Members:
     ) -> None:
         least, most = span
         self._rules, self._name, self._named, self._further = rules, name, named, further
-        self._least, self._most, self._cap = least, most, max(1, least, most or 0)
-        if most is not None and further == NOTHING and most >= len(named):
+        self._least, self._most, self._cap = least, most, max(1, least, min(most or 0, len(named)))
+        if most is not None and (further == NOTHING and most >= len(named)):
             self._most, self._cap = None, max(1, least)
-        if self._cap * len(named) > MOST_RULES or self._cap > MOST_ITEMS:
+        if self._cap * len(named) > MOST_RULES:
             raise TooComplex("too many numbers of properties")
         self._known = dict[tuple[int, int], Node]()
 
     def first(self) -> Node:
         """Return the first state; the states are made from the last one on."""
         for at in reversed(range(len(self._named) + 1)):
-            for seen in reversed(range(self._cap + 1)):
-                if at == len(self._named) or seen <= at:
-                    self._known[at, seen] = self._state(at, seen)
+            for seen in reversed(range(min(at, self._cap) + 1)):
+                self._known[at, seen] = self._state(at, seen)
         return self._known[0, 0]
 
     def _state(self, at: int, seen: int) -> Node:
-        full = self._most is not None and seen >= self._most
         if at == len(self._named):
-            return self._end(seen, full)
+            return self._end(seen)
         member, required = self._named[at]
         comma = self._rules._comma() if seen else EMPTY
+        full = self._most is not None and seen >= self._most
         taken = NOTHING if full else seq(comma, member, self._known[at + 1, min(seen + 1, self._cap)])
         skipped = NOTHING if required else self._known[at + 1, seen]
         return self._rules._rule(self._name, alt(taken, skipped))
 
-    def _end(self, seen: int, full: bool) -> Node:
+    def _end(self, seen: int) -> Node:
         """Return further members, and the end of the object."""
         close = self._rules._closed("}") if seen else token(text("}"))
         ends = close if seen >= self._least else NOTHING
-        comma, further = self._rules._comma(), self._further
-        if full or further == NOTHING:
+        left = None if self._most is None else self._most - seen
+        if self._further == NOTHING or left == 0 or seen + 1 < self._least:
             return ends
-        if self._most is None and seen >= self._least:
-            more = repeat(seq(comma, further))
-            return seq(more, close) if seen else alt(ends, seq(further, more, self._rules._closed("}")))
-        behind = self._known[len(self._named), min(seen + 1, self._cap)]
-        more = seq(comma if seen else EMPTY, further, behind)
-        return self._rules._rule(self._name, alt(ends, more))
+        further = seq(self._rules._comma(), self._further)
+        if seen >= self._least and seen:
+            return seq(repeat(further, 0, left), close)
+        more = repeat(further, 0, None if left is None else left - 1)
+        return alt(ends, seq(further if seen else self._further, more, self._rules._closed("}")))
 
 
 def _any(least: int, most: int | None) -> Node:
@@ -337,10 +346,10 @@ def _any(least: int, most: int | None) -> Node:
 
 
 def _span(leaves: Alternative, of: str) -> tuple[int, int | None]:
-    """Return the least and the greatest number ``of`` parts."""
+    """Return the least and the greatest number ``of`` parts; None: no greatest number that a text could reach."""
     least = max((count(leaf.schema.get(f"min{of}", 0)) or 0 for leaf in leaves), default=0)
-    most = [count(leaf.schema[f"max{of}"]) or 0 for leaf in leaves if f"max{of}" in leaf.schema]
-    return least, min(most) if most else None
+    most = min((count(leaf.schema[f"max{of}"]) or 0 for leaf in leaves if f"max{of}" in leaf.schema), default=None)
+    return least, None if most is None or most > MOST_PARTS else most
 
 
 def _common(one: Fraction, other: Fraction) -> Fraction:

@@ -7,8 +7,9 @@ them small: `NOTHING` is never part of another tree, unless a :class:`Both`, a :
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
+from functools import lru_cache
 from typing import Any
 
 from preheat.grammar.characters import ANY_CHARACTER, Ranges, union
@@ -18,12 +19,13 @@ class Node:
     """A set of texts. The hash is computed once: trees are deep."""
 
     _hash: int
+    __match_args__: tuple[str, ...]
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "_hash", hash((type(self), self._values())))
 
     def _values(self) -> tuple[Any, ...]:
-        return tuple(getattr(self, field.name) for field in fields(self))  # type: ignore[arg-type]
+        return tuple(getattr(self, name) for name in self.__match_args__)
 
     def __hash__(self) -> int:
         return self._hash
@@ -122,7 +124,12 @@ def chars(ranges: Ranges) -> Node:
 
 def text(value: str) -> Node:
     """Return the text ``value``."""
-    return seq(*(Chars(((ord(each), ord(each)),)) for each in value))
+    return seq(*map(_character, value))
+
+
+@lru_cache(maxsize=1024)  # equal nodes are compared quickly where they are one object
+def _character(value: str) -> Node:
+    return Chars(((ord(value), ord(value)),))
 
 
 def seq(*nodes: Node) -> Node:
