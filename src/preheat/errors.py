@@ -143,6 +143,12 @@ class TooLarge(InvalidRequest):
     status = 413
 
 
+class Encoded(InvalidRequest):
+    """The body is compressed."""
+
+    status = 415
+
+
 class HeadersTooLarge(InvalidRequest):
     """The headers are larger than the server accepts."""
 

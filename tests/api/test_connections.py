@@ -235,6 +235,33 @@ def test_received_bytes_are_parsed_in_slices(cut: int, size: int) -> None:
     asyncio.run(scenario())
 
 
+OFFER = b"Connection: Upgrade, HTTP2-Settings\r\nUpgrade: h2c\r\nHTTP2-Settings: AAEAAEAAAAIAAAAA\r\n"
+BODIES = {
+    "length": (b"Content-Length: 700\r\n\r\n" + b"x" * 700, 700),
+    "chunks": (b"Transfer-Encoding: chunked\r\n\r\n3\r\nabc\r\n4;e=1\r\nabcd\r\n0\r\n\r\n", 7),
+    "nothing": (b"\r\n", 0),
+}
+
+
+@pytest.mark.parametrize("cut", [1, 90, 10**6])
+@pytest.mark.parametrize("kind", BODIES)
+def test_an_offer_of_another_protocol_is_declined(kind: str, cut: int) -> None:
+    """Java's client offers HTTP/2 with its first request; the body and the next requests are read all the same."""
+
+    async def scenario() -> None:
+        protocol = Parsing(body_size)
+        (body, size), last = BODIES[kind], HEAD + b"Content-Length: 2\r\n\r\n{}"
+        data = (HEAD + OFFER + body) * 2 + last
+        for at in range(0, len(data), cut):
+            protocol.data_received(data[at : at + cut])
+        assert await until_in_loop(lambda: protocol.wire.written.count(b"HTTP/1.1 200") == 3)
+        answers = [int(each[-8:]) for each in protocol.wire.written.split(b"HTTP/1.1 200")[1:]]
+        assert answers == [size, size, 2] and b"400" not in protocol.wire.written
+        protocol.end()
+
+    asyncio.run(scenario())
+
+
 GET = b"GET / HTTP/1.1\r\n\r\n"
 
 

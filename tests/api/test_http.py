@@ -75,6 +75,7 @@ REFUSED = [
     (b"[" * 100_000, None, ""),
     (b'{"prompt": ' + b"[" * 50_000, "prompt[0][0]", "Expected"),
     (b"null", None, "object"),
+    (b"", None, "The body is empty"),
     ({}, "prompt", "Missing required parameter: prompt"),
     ({"prompt": 5}, "prompt", "Expected"),
     ({"prompt": []}, "prompt", "1 to 2048"),
@@ -211,6 +212,17 @@ def test_bodies_are_bounded(scripted: Server) -> None:
         for _ in range(9):
             client.sendall(b"%x\r\n" % 2**17 + b"x" * 2**17 + b"\r\n")
         assert client.recv(100).startswith(b"HTTP/1.1 413")
+
+
+@pytest.mark.parametrize("header", ["Content-Encoding", "Transfer-Encoding"])
+def test_compressed_bodies_are_refused_by_name(scripted: Server, header: str) -> None:
+    with socket.create_connection(("127.0.0.1", scripted.port)) as client:
+        end = "gzip" if header == "Content-Encoding" else "gzip, chunked"
+        length = "Transfer-Encoding: chunked\r\n" if header == "Content-Encoding" else ""
+        client.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{length}{header}: {end}\r\n\r\n0\r\n\r\n".encode())
+        answer = client.recv(2000)
+    assert answer.startswith(b"HTTP/1.1 415") and b"send it as it is" in answer and header.encode() in answer
+    assert scripted.post(COMPLETIONS, {"prompt": "x"}, **{"Content-Encoding": "identity"}).status == 200
 
 
 def test_slow_bodies_end(scripted: Server) -> None:

@@ -11,7 +11,7 @@ from typing import TypeVar
 import msgspec
 from starlette.requests import Request
 
-from preheat.errors import InvalidRequest, SlowRequest, TooLarge
+from preheat.errors import Encoded, InvalidRequest, SlowRequest, TooLarge
 from preheat.frontend.frontend import Frontend
 from preheat.server.decoding import decode
 from preheat.server.field_names import note_names
@@ -97,10 +97,23 @@ def _peeked(data: bytes, kind: type[Result]) -> Result | None:
         return None
 
 
+def check_encoding(request: Request) -> None:
+    """Raise Encoded if the body is compressed."""
+    for name, plain in (("content-encoding", "identity"), ("transfer-encoding", "chunked")):
+        for encoding in ",".join(request.headers.getlist(name)).split(","):
+            if encoding.strip().lower() not in ("", plain):
+                raise Encoded(
+                    f"The body is compressed ({name.title()}: {encoding.strip()[:40]}): send it as it is, without this "
+                    "header",
+                    param=name.title(),
+                )
+
+
 async def read_body(request: Request) -> bytes:
-    """Read the body. Raises TooLarge or SlowRequest as early as possible."""
+    """Read the body. Raises Encoded, TooLarge or SlowRequest as early as possible."""
     if (kept := request.scope.get(_KEPT)) is not None:
         return bytes(kept)
+    check_encoding(request)
     service: Service = request.app.state.service
     limit = service.settings.max_body_bytes
     error = TooLarge(f"The body is larger than the {limit} bytes that --max-body-bytes allows")

@@ -43,6 +43,8 @@ def decode(data: bytes, kind: type[Body], ignored: Names | None = None) -> Body:
     The names of fields that ``kind`` lacks are added to ``ignored``; if it is None, such fields are refused.
     """
     check_size(data, "The body", kind.most_values)
+    if not data:
+        raise InvalidRequest("The body is empty: send a JSON object")
     try:
         body = _decoded(data.removeprefix(codecs.BOM_UTF8), kind, ignored)
     except msgspec.ValidationError as error:

@@ -94,6 +94,7 @@ _ERRORS = {
     409: "The name is taken, or the engine has another contract.",
     408: "The body did not arrive in time.",
     413: "The body is too large.",
+    415: "The body is compressed.",
     429: "Too many requests; try again later.",
     500: "The engine failed, or could not run this request.",
     503: "The engine is starting or the server is about to stop; try again later.",
@@ -341,7 +342,7 @@ def _described(operation: Operation) -> dict[str, Any]:
     for media in operation.formats.values():
         answer.setdefault(media, {"schema": {"type": "string"}})
     responses: dict[str, Any] = {"200": {"description": "The answer.", "content": answer}}
-    shared = (401, 429) * operation.needs_key + (400, 404, 408, 413, 500, 503) * bool(operation.body)
+    shared = (401, 429) * operation.needs_key + (400, 404, 408, 413, 415, 500, 503) * bool(operation.body)
     for code in sorted({*shared, *operation.errors}):
         kinds = ErrorResponse | operation.instead.get(code, ErrorResponse)
         responses[str(code)] = {"description": _ERRORS[code], "content": _content(kinds)}

@@ -17,6 +17,7 @@ from collections import deque
 from dataclasses import dataclass
 from typing import Any
 
+import httptools
 from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
@@ -134,6 +135,7 @@ class LimitedProtocol(HttpToolsProtocol):
         self._rest = deque[memoryview]()  # data to parse later
         self._waiting = 0  # its bytes
         self._scheduled = False  # whether the loop is going to parse
+        self._skips_head = False  # while a new parser reads a head that is known
         self._head_timer: asyncio.TimerHandle | None = None
         self._linger: asyncio.TimerHandle | None = None
 
@@ -193,23 +195,62 @@ class LimitedProtocol(HttpToolsProtocol):
         self._unparsed += len(data)
         if self._in_head:
             self._start_head_timer()
-        super().data_received(data)  # type: ignore[arg-type]  # the parser takes any buffer
+        self._unset_keepalive_if_required()
+        try:
+            self._feed(data)
+        except httptools.HttpParserError:
+            self.logger.warning("Invalid HTTP request received.")
+            self.send_400_response("Invalid HTTP request received.")
         if self._unparsed > self._limits.header_bytes:
             self._refuse(self._too_large())
 
+    def _feed(self, data: memoryview) -> None:
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade as upgrade:
+            self._go_on(data[upgrade.args[0] :])
+
+    def _go_on(self, rest: memoryview) -> None:
+        """Parse the ``rest`` behind a head that offers another protocol, as Java's client does. The offer is declined.
+
+        The parser stops at such a head, so another one reads on. It sees the length of the body in a head of its own.
+        """
+        self.parser = httptools.HttpRequestParser(self)
+        self.parser.set_dangerous_leniencies(lenient_data_after_close=True)
+        if lengths := self._lengths():
+            self._skips_head = True
+            fields = b"".join(b"%b: %b\r\n" % each for each in lengths)
+            self.parser.feed_data(b"POST / HTTP/1.1\r\n%b\r\n" % fields)
+        if rest:
+            self._rest.appendleft(rest)
+            self._waiting += len(rest)
+
+    def _lengths(self) -> list[tuple[bytes, bytes]]:
+        """Return the headers that tell the length of the body."""
+        return [each for each in self.headers if each[0] in (b"content-length", b"transfer-encoding")]
+
     def on_message_begin(self) -> None:
+        if self._skips_head:
+            return
         self._head, self._in_head = 0, True
         super().on_message_begin()
 
     def on_url(self, url: bytes) -> None:
+        if self._skips_head:
+            return
         super().on_url(url)
         self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._skips_head:
+            return
         super().on_header(name, value)
         self._count(len(name) + len(value) + len(": \r\n"))
 
     def on_headers_complete(self) -> None:
+        if self._skips_head:
+            self._skips_head = False
+            return
         self._in_head, self._unparsed = False, 0
         self._body_left = next((int(value) for name, value in self.headers if name == b"content-length"), 0)
         _cancel(self._head_timer)
@@ -222,6 +263,8 @@ class LimitedProtocol(HttpToolsProtocol):
         super().on_body(body)
 
     def on_message_complete(self) -> None:
+        if self.parser.should_upgrade() and self._lengths():
+            return  # the body follows
         self._in_head, self._unparsed = True, 0
         _cancel(self._linger)
         super().on_message_complete()

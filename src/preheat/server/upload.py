@@ -14,7 +14,7 @@ from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import Request
 
 from preheat.errors import InvalidRequest, SlowRequest, TooLarge
-from preheat.server.body import BODY_SECONDS, discard
+from preheat.server.body import BODY_SECONDS, check_encoding, discard
 
 MOST_FIELDS = 16
 """Most fields of a form beside its file."""
@@ -125,8 +125,9 @@ def _text(value: bytes) -> str:
 async def receive(request: Request, sink: BinaryIO, most: int) -> Form:
     """Read the form in the body of ``request``, with its file in ``sink``.
 
-    Raises InvalidRequest, TooLarge or SlowRequest.
+    Raises InvalidRequest, Encoded, TooLarge or SlowRequest.
     """
+    check_encoding(request)
     form = Form(request.headers.get("content-type", ""), sink, most)
     seconds = BODY_SECONDS + most / SLOWEST
     try:
