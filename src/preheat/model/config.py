@@ -205,6 +205,20 @@ class Config:
                 return dtype
         raise ModelError(f"checkpoint dtype {name!r} is not supported; supported are {', '.join(_DTYPES)}")
 
+    def rope_fields(self) -> Mapping[str, Any]:
+        """Return ``rope_parameters`` (transformers 5) or ``rope_scaling``; the default without both.
+
+        Raises ModelError if the config states both with different values.
+        """
+        stated = [self.mapping(name) for name in ("rope_parameters", "rope_scaling") if self.has(name)]
+        stated = [each for each in stated if each]
+        if stated[1:] and stated[0] != stated[1]:
+            raise ModelError(
+                "config.json has rope_parameters and rope_scaling with different values: set one of them to null with "
+                "--hf-overrides"
+            )
+        return stated[0] if stated else self.mapping("rope_parameters")
+
     def rope(
         self,
         layers: str | None = None,
@@ -215,19 +229,13 @@ class Config:
         also: Mapping[str, str] | None = None,
         read: Collection[str] = (),
     ) -> RopeSpec:
-        """Return the spec of ``rope_parameters`` (transformers 5), or of ``rope_theta`` and ``rope_scaling``.
+        """Return the spec of :meth:`rope_fields`, and of ``rope_theta`` beside them.
 
         ``layers`` selects the parameters of this layer type, if the config has them by type. ``partial``: only a part
         of a head may turn. ``interleaved``: partners are neighbors. ``theta`` is the default. ``also`` are other names
         of kinds, ``read`` the parameters that the family reads itself.
         """
-        fields = self._fields
-        params = self.mapping("rope_parameters") or self.mapping("rope_scaling")
-        if self.mapping("rope_scaling") not in ({}, params):
-            raise ModelError(
-                "config.json has rope_parameters and rope_scaling with different values: set one of them to null with "
-                "--hf-overrides"
-            )
+        fields, params = self._fields, self.rope_fields()
         if layers is not None and isinstance(params.get(layers), Mapping):
             params = params[layers]
         kind = params.get("rope_type", params.get("type", "default"))
@@ -259,7 +267,8 @@ class Config:
         given["partial"] = _positive("partial_rotary_factor", part)
         given["theta"] = _positive("rope_theta", params.get("rope_theta", fields.get("rope_theta", theta)))
         name = "original_max_position_embeddings"
-        given["original_length"] = params.get(name) or self.size(name if name in fields else "max_position_embeddings")
+        own_length = self.size(name) if name in fields else params.get(name)  # the reference lets the outer one win
+        given["original_length"] = own_length or self.size("max_position_embeddings")
         if kind == "longrope" and "factor" not in given:
             given["factor"] = self.size("max_position_embeddings") / given["original_length"]
         if (kind, given["original_length"]) == ("longrope", 1) or (kind, given["theta"]) == ("yarn", 1.0):
@@ -279,21 +288,24 @@ class Config:
             return max(stated, int(grown))
         return stated
 
+    def window(self) -> int | None:
+        """Return the size of sliding windows.
+
+        An explicit null means none, an absent field means the default.
+        """
+        name = "sliding_window"
+        window = self._values[name] if name in self._values else self._fields.get(name)
+        if window is not None and type(window) is not int:
+            raise ModelError(f"config.json: {name} must be a whole number or null, got {window!r}")
+        return window
+
     def windows(self, *, used: bool = True, first_layer: str | None = None, every: int = 0) -> tuple[int | None, ...]:
         """Return each layer's sliding window, None for full attention.
 
         ``layer_types`` decides if the config has it. Else layers have a window from the layer in the field
         ``first_layer`` on, except each ``every``-th layer. Not ``used``: no layer has a window.
         """
-        num_layers = self.num_layers()
-        # An explicit null means "none", an absent field means the default.
-        window = self._fields.get("sliding_window")
-        if "sliding_window" in self._values:
-            window = self._values["sliding_window"]
-        if not used:
-            window = None
-        if window is not None and type(window) is not int:
-            raise ModelError(f"config.json: sliding_window must be a whole number or null, got {window!r}")
+        num_layers, window = self.num_layers(), self.window() if used else None
         kinds = self._fields.get("layer_types")
         if kinds is None:
             first = self._fields[first_layer] if first_layer else 0
@@ -307,6 +319,11 @@ class Config:
             raise ModelError(f"config.json: layer_types has {len(kinds)} entries for {num_layers} layers")
         if unknown := sorted(set(kinds) - {"full_attention", "sliding_attention"}):
             raise ModelError(f"layer type {unknown[0]!r} is not supported")
+        if not used and self.has("layer_types") and "sliding_attention" in kinds:
+            raise ModelError(
+                "config.json: layer_types has sliding_attention, but use_sliding_window is false: change one of them "
+                "with --hf-overrides"
+            )
         if window is not None and window < 1 and "sliding_attention" in kinds:
             raise ModelError("config.json: sliding_window must be at least 1")
         return tuple(window if kind == "sliding_attention" else None for kind in kinds)

@@ -16,7 +16,7 @@ _CLAMPED = {"swiglu_alpha": 1.702, "swiglu_limit": 7.0}
 
 _YARN = {
     "rope_type": "yarn", "factor": 32.0, "beta_fast": 32.0, "beta_slow": 1.0, "truncate": False,
-    "original_max_position_embeddings": 4096,
+    "original_max_position_embeddings": 4096, "rope_theta": 150000.0,
 }  # fmt: skip
 
 
@@ -26,7 +26,7 @@ def gpt_oss(config: Config) -> ModelSpec:
         num_hidden_layers=36, num_local_experts=128, hidden_size=2880, intermediate_size=2880, head_dim=64,
         num_attention_heads=64, num_key_value_heads=8, sliding_window=128, max_position_embeddings=131072,
         rms_norm_eps=1e-5, num_experts_per_tok=4, attention_bias=True, rope_theta=150000.0,
-        **({} if config.has("rope_parameters") or config.has("rope_scaling") else {"rope_parameters": _YARN}),
+        rope_parameters=_YARN,
     )  # fmt: skip
     for name, value in _CLAMPED.items():
         config.refuse(name, value)

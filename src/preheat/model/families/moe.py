@@ -14,7 +14,9 @@ from preheat.model.tensor_specs import GateSpec, LinearSpec
 
 def mixtral(config: Config) -> ModelSpec:
     """All layers have experts. Their weights sum to one and stay float32."""
-    config = config.with_defaults(num_key_value_heads=8, max_position_embeddings=131072, rope_theta=1e6)
+    config = config.with_defaults(
+        num_key_value_heads=8, max_position_embeddings=131072, rms_norm_eps=1e-5, rope_theta=1e6
+    )
 
     def mlp(prefix: str, index: int) -> MlpSpec:
         at = f"{prefix}block_sparse_moe."
@@ -91,7 +93,9 @@ def flex_olmo(config: Config) -> ModelSpec:
     def layer(index: int, made: LayerSpec) -> LayerSpec:
         return norms_after(config, made, LLAMA.layer.format(index))
 
-    config = config.with_defaults(max_position_embeddings=4096, num_experts=7, num_experts_per_tok=5)
+    config = config.with_defaults(
+        max_position_embeddings=4096, num_experts=7, num_experts_per_tok=5, rope_theta=500000.0
+    )
     return with_layers(_olmoe(config), layer)
 
 

@@ -6,7 +6,9 @@ from preheat.model.config import Config
 from preheat.model.families.common import llama_like
 from preheat.model.specs import ModelSpec
 
-_DEFAULTS = {"sliding_window": 4096, "max_window_layers": 28, "max_position_embeddings": 32768}
+_DEFAULTS = {
+    "num_key_value_heads": 32, "sliding_window": 4096, "max_window_layers": 28, "max_position_embeddings": 32768,
+}  # fmt: skip
 
 
 def qwen2(config: Config) -> ModelSpec:

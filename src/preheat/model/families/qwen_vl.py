@@ -83,7 +83,7 @@ def with_axes(rope: RopeSpec, text: Config, pairs: int, usual: tuple[int, ...]) 
 
     ``usual`` are the sections where the config has none. Raises ModelError for sections that do not fit.
     """
-    given = text.mapping("rope_parameters") or text.mapping("rope_scaling")
+    given = text.rope_fields()
     sections = given.get("mrope_section") or list(usual)
     if given.get("mrope_interleaved") is False:
         raise ModelError("config.json: mrope_interleaved false is not supported, only true is")

@@ -10,7 +10,7 @@ from preheat.model.specs import ModelSpec
 def stablelm(config: Config) -> ModelSpec:
     """Norms that subtract the mean; a part of each head turns; attention and MLP may lie side by side."""
     config = config.renamed(layer_norm_epsilon="layer_norm_eps").with_defaults(
-        max_position_embeddings=4096, partial_rotary_factor=0.25
+        max_position_embeddings=4096, num_key_value_heads=32, partial_rotary_factor=0.25
     )
     config.refuse("qk_layernorm")
     parallel = config.flag("use_parallel_residual")
