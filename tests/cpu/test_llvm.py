@@ -103,6 +103,17 @@ def test_denormal_numbers_count_whatever_the_caller_set():
         torch.set_flush_denormal(False)
 
 
+def test_rows_have_the_bits_of_a_row_alone_in_groups_of_any_size():
+    """Rows that lack in a group are computed from others, and not written."""
+    how = Product(64, 128, "float32")
+    alone, x = Alone(loaded(how), how, torch.randn(128, 64)), torch.randn(19, 64)
+    ones = torch.cat([alone(row[None]) for row in x])
+    for rows in range(1, len(x) + 1):
+        found = alone(x[:rows], margin=8)
+        assert torch.equal(found[:rows], ones[:rows])
+        assert bool((found[rows:] == 7.0).all())
+
+
 def test_jobs_of_different_rows_in_turns_keep_their_bits():
     """Threads that are late find nothing to do: more threads than processors, and jobs that are short."""
     how = Product(64, 128, "float32")
@@ -133,9 +144,9 @@ def test_a_sum_that_follows_the_number_of_rows_is_seen(tmp_path, monkeypatch):
     checkpoint(tmp_path)
     right = products.sums
 
-    def cut(e, how, weight, unit, x, rows, *more):
-        found = right(e, how, weight, unit, x, rows, *more)
-        if rows == 1:
+    def cut(e, how, weight, unit, x, *more):
+        found = right(e, how, weight, unit, x, *more)
+        if len(x) == 1:
             return found
         return [[e.b.fmul(each, e.v(1 + 2**-20)) for each in line] for line in found]
 

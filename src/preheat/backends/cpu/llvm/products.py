@@ -14,13 +14,32 @@ from preheat.backends.cpu.llvm.kinds import FRAME, LAYER_FRAME, PANEL, Product
 from preheat.backends.cpu.llvm.narrow import numbers
 from preheat.backends.cpu.llvm.terms import Adapted, add_terms, shrink
 
-TILES: Mapping[tuple[int, int], Mapping[int, int]] = {
-    (32, 512): {4: 4, 1: 8},
-    (16, 256): {6: 1, 3: 2, 1: 8},
-    (32, 128): {6: 1, 3: 2, 1: 4},
-    (16, 128): {2: 1, 1: 2},
+
+class Tile(NamedTuple):
+    """``rows`` rows that read a weight together, and the ``vectors`` that they sum at once.
+
+    From ``least`` rows on, a row is computed several times in place of the rows that lack; 0: no row lacks.
+    """
+
+    rows: int
+    vectors: int
+    least: int = 0
+
+
+class Tiles(NamedTuple):
+    """The tiles of a product's rows, largest first: of ``many`` rows, and of fewer rows than its largest tile takes."""
+
+    many: tuple[Tile, ...]
+    few: tuple[Tile, ...]
+
+
+TILES: Mapping[tuple[int, int], Tiles] = {
+    (32, 512): Tiles((Tile(4, 4), Tile(1, 8)), (Tile(1, 8),)),
+    (16, 256): Tiles((Tile(6, 1, 5), Tile(4, 1, 2), Tile(1, 8)), (Tile(3, 2, 2), Tile(1, 8))),
+    (32, 128): Tiles((Tile(6, 1), Tile(3, 2), Tile(1, 4)), (Tile(3, 2), Tile(1, 4))),
+    (16, 128): Tiles((Tile(2, 1), Tile(1, 2)), (Tile(1, 2),)),
 }
-"""Rows that read a weight together, and the vectors that they sum at once, by the vector registers and their bits.
+"""Tiles by the vector registers and their bits.
 
 The sums of several rows, the weights of one input and one number of a row fit into the registers. A single row waits
 for memory, and is faster with more sums. Changes no bits.
@@ -35,8 +54,11 @@ Groups of rows after the first one find a unit in a cache, so memory would be id
 UNIT_BYTES = 1 << 19
 """Most bytes of a unit's weights where units are read ahead: they should fit into a second-level cache."""
 
-TILES_OF_CODES = {4: 4, 1: 4}
+TILES_OF_CODES = Tiles((Tile(4, 4), Tile(1, 4)), (Tile(1, 4),))
 """The same for codes: they need registers before they are floats."""
+
+_Part = tuple[Tile, Value, Value]
+"""Rows that are computed in groups of a tile: the first row, and the end of the last group."""
 
 Finish = Callable[[Value, Value, Value], None]
 """Use of a product's results: the row, the first column, and 16 results."""
@@ -91,18 +113,16 @@ def weight_at(e: Function, how: Product, weight: Value, vector: Value, k: Value)
 
 
 def sums(
-    e: Function, how: Product, weight: Value, unit: Value, x: Sequence[Value], rows: int, vectors: int,
+    e: Function, how: Product, weight: Value, unit: Value, x: Sequence[Value], at_once: int, vectors: int,
     ahead: Ahead | None = None,
 ) -> list[list[Value]]:  # fmt: skip
     """Return the products of rows with a unit's outputs: [row][vector].
 
-    ``x`` are the addresses of the ``rows`` rows; the ``unit`` has ``vectors`` vectors of outputs. As many vectors are
-    summed at once as fit into registers.
+    ``x`` are the addresses of the rows; the ``unit`` has ``vectors`` vectors of outputs, summed ``at_once`` at a time.
     """
     if how.scales is not None:
         return codes.sums(e, how, weight, unit, x, vectors)
     found: list[list[Value]] = [[] for _ in x]
-    at_once = tiles(how)[rows]
     for first in range(0, vectors, at_once):
         done = first // at_once * how.inputs
         numbers = range(first, min(first + at_once, vectors))
@@ -123,19 +143,19 @@ def sums(
     return found
 
 
-def tiles(how: Product) -> Mapping[int, int]:
-    """Return the numbers of rows that read a weight together, and the vectors that so many rows sum at once."""
+def tiles(how: Product) -> Tiles:
+    """Return the tiles of a product's rows."""
     return TILES[targets.here().registers] if how.scales is None else TILES_OF_CODES
 
 
-def widest(how: Product, rows: int) -> int:
-    """Return the most vectors that a unit may have, for ``rows`` rows at once.
+def widest(how: Product, tile: Tile) -> int:
+    """Return the most vectors that a unit may have, whose rows are computed in groups of a ``tile``.
 
     The outputs must be a multiple of a unit's vectors. Gates lie beside their ups, so a gated unit has at least 4.
     """
-    least, most = 4 if how.gated else 2, max(tiles(how)[rows], 4)
+    least, most = 4 if how.gated else 2, max(tile.vectors, 4)
     options = [each for each in (8, 4, 2) if least <= each <= most and how.padded % (each * LANES) == 0]
-    if rows == 1 or not reads_ahead(how):
+    if tile.rows == 1 or not reads_ahead(how):
         return options[0]
     return next((each for each in options if each * vector_bytes(how) <= UNIT_BYTES), options[-1])
 
@@ -162,15 +182,15 @@ def product(e: Job, how: Product, name: str, x: Value, finish: Finish, make: Onc
     operands = _operands(e, how, name, row_at, e.pointer("slots"))
     if operands.terms is not None:
         wait(e, [shrink(e, how, operands.terms, e.rows, row_at, make)])
-    sizes = sorted(tiles(how), reverse=True)
-    few, phases = e.less(e.rows, sizes[0]), []
-    for holds, mine, rows in ((e.b.not_(few), sizes, sizes[0]), (few, sizes[1:], 1)):
-        vectors = widest(how, rows)
+    many, some = tiles(how)
+    few, phases = e.less(e.rows, many[0].least or many[0].rows), []
+    for holds, mine, tile in ((e.b.not_(few), many, many[0]), (few, some, some[-1])):
+        vectors = widest(how, tile)
         phases.append(phase := e.phase(e.choose(holds, how.padded // (LANES * vectors), 0)))
         with e.units(*phase) as unit:
             if make is not None:
                 make()
-            ahead = e.add(unit, e.field(e.frame, FRAME["threads"])) if rows > 1 and reads_ahead(how) else None
+            ahead = e.add(unit, e.field(e.frame, FRAME["threads"])) if tile.rows > 1 and reads_ahead(how) else None
             read = operands._replace(ahead=ahead)
             _rows(e, how, read, unit, (e.i(0), e.rows), mine, vectors, finish)
     return phases
@@ -188,8 +208,8 @@ def visited_product(
     operands = _operands(e, how, name, row_at, visits.slots)
     if operands.terms is not None:
         wait(e, [shrink(e, how, operands.terms, visits.rows, row_at, make)])
-    sizes = sorted(tiles(how), reverse=True)
-    vectors = widest(how, sizes[0])
+    many = tiles(how).many
+    vectors = widest(how, many[0])
     blocks = how.padded // (LANES * vectors)
     phase = e.phase(e.mul(e.field(visits.visited, 0), blocks))
     step = e.field(e.layer, LAYER_FRAME[f"{name}_step"])
@@ -201,7 +221,7 @@ def visited_product(
         mine = operands._replace(weight=e.at(operands.weight, e.mul(number, step), BYTE))
         if operands.bias is not None:
             mine = mine._replace(bias=e.at(operands.bias, e.mul(number, how.padded)))
-        _rows(e, how, mine, e.rem(unit, blocks), (start, end), sizes, vectors, finish)
+        _rows(e, how, mine, e.rem(unit, blocks), (start, end), many, vectors, finish)
     return phase
 
 
@@ -213,46 +233,60 @@ def _operands(e: Job, how: Product, name: str, row_at: Callable[[Value], Value],
 
 
 def _rows(
-    e: Job, how: Product, operands: Operands, unit: Value, span: tuple[Value, Value], sizes: Sequence[int],
+    e: Job, how: Product, operands: Operands, unit: Value, span: tuple[Value, Value], some: Sequence[Tile],
     vectors: int, finish: Finish,
 ) -> None:  # fmt: skip
-    """Multiply the rows of ``span`` (first, end) by a unit's outputs, in groups of ``sizes`` rows, largest first.
+    """Multiply the rows of ``span`` (first, end) by a unit's outputs, in groups of ``some`` tiles, largest first.
 
     The sums of a group wait in memory for their last steps, which are written once for all its rows.
     """
     start, end = span
-    for rows in sizes:
-        stop = e.add(start, e.mul(e.div(e.sub(end, start), rows), rows))
-        asks = operands.ahead is not None and rows == sizes[0]
+    parts = list[_Part]()
+    for tile in some:
+        lacking = tile.rows - tile.least if tile.least else 0
+        groups = e.div(e.add(e.sub(end, start), lacking), tile.rows)
+        parts.append((tile, start, stop := e.add(start, e.mul(groups, tile.rows))))
+        start = e.least(stop, end) if lacking else stop
+    asking = [each for each in parts if operands.ahead is not None and each[0].vectors == some[0].vectors]
+    for part in parts:
+        tile, start, stop = part
+        rows, last = tile.rows, e.sub(end, 1)
         with e.loop(start, stop, rows) as first:
-            x = [operands.row(e.add(first, place)) for place in range(rows)]
-            ahead = _ahead(e, how, operands, (first, stop), rows, vectors) if asks else None
-            found = sums(e, how, operands.weight, unit, x, rows, vectors, ahead)
+            places = [e.add(first, place) for place in range(rows)]
+            x = [operands.row(e.least(place, last) if tile.least else place) for place in places]
+            ahead = _ahead(e, how, operands, asking, (part, first), vectors) if part in asking else None
+            found = sums(e, how, operands.weight, unit, x, tile.vectors, vectors, ahead)
             if rows == 1:
                 _finish(e, how, operands, unit, first, found[0], finish)
                 continue
             room = e.room(rows * vectors * LANES)
             for at, each in enumerate(chain(*found)):
                 e.store(each, room, at * LANES)
-            with e.loop(0, rows) as place:
+            with e.loop(0, e.least(e.i(rows), e.sub(end, first)) if tile.least else rows) as place:
                 line = [e.vector(room, e.add(e.mul(place, vectors * LANES), at * LANES)) for at in range(vectors)]
                 _finish(e, how, operands, unit, e.add(first, place), line, finish)
-        start = stop
 
 
 def _ahead(
-    e: Job, how: Product, operands: Operands, span: tuple[Value, Value], rows: int, vectors: int
+    e: Job, how: Product, operands: Operands, asking: Sequence[_Part], here: tuple[_Part, Value], vectors: int
 ) -> Ahead:  # fmt: skip
     """Return the part of the next unit's weights to ask for while the group of rows from ``first`` on is summed.
 
-    The groups up to ``stop`` share the unit evenly, so that its bytes arrive while all of them are summed.
+    The groups of the parts ``asking`` share the unit evenly, so that its bytes arrive while all of them are summed.
+    ``here`` are the part of the group, and ``first``.
     """
-    first, stop = span
-    at_once, bytes_ = tiles(how)[rows], vector_bytes(how)
-    step = e.div(at_once * bytes_ // how.inputs, e.div(stop, rows))
+    (mine, first), all_groups, number = here, e.i(0), e.i(0)
+    for part in asking:
+        tile, start, stop = part
+        groups = e.div(e.sub(stop, start), tile.rows)
+        if part is mine:
+            number = e.add(all_groups, e.div(e.sub(first, start), tile.rows))
+        all_groups = e.add(all_groups, groups)
+    at_once, bytes_ = mine[0].vectors, vector_bytes(how)
+    step = e.div(at_once * bytes_ // how.inputs, all_groups)
     steps = vectors // at_once * how.inputs  # of a group
     unit = e.at(operands.weight, e.mul(operands.ahead, vectors * bytes_), BYTE)
-    return Ahead(e.at(unit, e.mul(e.mul(e.div(first, rows), steps), step), BYTE), step)
+    return Ahead(e.at(unit, e.mul(e.mul(number, steps), step), BYTE), step)
 
 
 def _finish(
