@@ -6,13 +6,17 @@ import pytest
 import torch
 
 from preheat import LLM
+from preheat.ops import pooling
 from preheat.ops.embedding import embed, rows_of
 from tests.cpu.checkpoints import save_checkpoint
 from tests.cpu.test_family_engines import differing, prompts, run
 
 pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
+from llvmlite import ir
+
 from preheat.backends.base.layers import LayerWeights
-from preheat.backends.cpu.llvm import layer
+from preheat.backends.cpu.llvm import layer, machine, targets
+from preheat.backends.cpu.llvm.embed import TableRows, embeds
 from preheat.ops.values import Matmul, WeightFormat
 from tests.cpu.test_llvm import LLVM, SIZES
 
@@ -51,6 +55,21 @@ def test_small_tables_stay_beside_their_panels(monkeypatch):
     monkeypatch.setattr(layer, "SMALL_TABLE", 72 * 48 * 4 + 96 * 48 * 4)
     value = Matmul(outputs=72, inputs=48, weight=WeightFormat("float32", None))
     assert layer.PanelLayer(value, LayerWeights(torch.zeros(72, 48))).table() is None
+
+
+def test_compiled_sums_have_the_bits_of_numpys():
+    module = ir.Module("test")
+    module.triple = targets.here().triple
+    embeds(module)
+    functions = TableRows(machine.Code(machine.compile_code(str(module), None)[0]))
+    x, bounds = torch.randn(40, 48), torch.tensor([0, 1, 1, 40], dtype=torch.int32)
+    x[0] = -0.0
+    right, found = torch.empty(3, 48), torch.empty(3, 48)
+    pooling.sum_rows(x, bounds, right)
+    assert functions.sum_rows(x, bounds, found)
+    assert torch.equal(found.view(torch.int32), right.view(torch.int32))
+    assert not functions.sum_rows(x.bfloat16(), bounds, found)
+    assert not functions.sum_rows(x[:, :40].contiguous(), bounds, found[:, :40])
 
 
 def test_an_engine_keeps_one_table_and_its_bits(tmp_path, monkeypatch):

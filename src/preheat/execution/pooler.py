@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import cache
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -13,6 +14,19 @@ from preheat.backends.base.device import HOST_COPIES
 from preheat.core import Level
 from preheat.limits import Limits
 from preheat.ops.sampling import SamplingInput
+
+
+class _Views(NamedTuple):
+    """Bounds and sums of some texts, on the host and on the device.
+
+    They are the same where the device's memory is the host's. ``words`` are the bounds on the host.
+    """
+
+    words: np.ndarray
+    host_bounds: Tensor
+    bounds: Tensor
+    sums: Tensor
+    host_sums: Tensor
 
 
 class Pooler:
@@ -34,6 +48,8 @@ class Pooler:
         self._host_sums = [backend.host_copy(self._sums) for _ in range(HOST_COPIES)]
         self._bounds = torch.zeros(texts + 1, dtype=torch.int32, device=device)
         self._host_bounds = [backend.host_copy(self._bounds) for _ in range(HOST_COPIES)]
+        self._on_host = torch.device(device).type == "cpu"
+        self._of_texts = cache(self._views)
 
     def describe(self, turn: int, step: SamplingInput, slots: np.ndarray) -> None:
         """Do nothing: no row is drawn from."""
@@ -49,12 +65,22 @@ class Pooler:
 
     def add_up(self, turn: int, bounds: np.ndarray) -> None:
         """Add up the reported states of each text and start the copy of the sums; ``bounds`` int [texts + 1]."""
-        host, device, texts = self._host_bounds[turn][: len(bounds)], self._bounds[: len(bounds)], len(bounds) - 1
-        host.numpy()[:] = bounds
-        device.copy_(host, non_blocking=True)
+        views = self._of_texts(turn, len(bounds) - 1)
+        views.words[:] = bounds
+        if not self._on_host:
+            views.bounds.copy_(views.host_bounds, non_blocking=True)
         states = self._hidden.to(self._dtype)  # as all states are read
-        self._backend.sum_rows(states, device, self._sums[:texts])
-        self._host_sums[turn][:texts].copy_(self._sums[:texts], non_blocking=True)
+        self._backend.sum_rows(states, views.bounds, views.sums)
+        if not self._on_host:
+            views.host_sums.copy_(views.sums, non_blocking=True)
+
+    def _views(self, turn: int, texts: int) -> _Views:
+        """Return the parts of all buffers that belong to ``texts`` texts."""
+        host_bounds, host_sums = self._host_bounds[turn][: texts + 1], self._host_sums[turn][:texts]
+        bounds, sums = host_bounds, host_sums
+        if not self._on_host:
+            bounds, sums = self._bounds[: texts + 1], self._sums[:texts]
+        return _Views(host_bounds.numpy(), host_bounds, bounds, sums, host_sums)
 
     def digest(self, turn: int, logits: Tensor) -> None:
         """Do nothing: an engine that pools refuses receipts."""
@@ -76,7 +102,7 @@ class Pooler:
     def sums(self, turn: int, texts: int) -> np.ndarray:
         """Return the fetched sums of the first ``texts`` texts, fp32 [texts, hidden]."""
         self._fetched[turn].wait()
-        found: np.ndarray = self._host_sums[turn][:texts].numpy().copy()
+        found: np.ndarray = self._of_texts(turn, texts).host_sums.numpy().copy()
         return found
 
     def read(

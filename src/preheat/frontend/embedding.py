@@ -99,8 +99,8 @@ def embeddings(
         if not normalizes or any(state.chunks for state in some):
             found += [embedding(state, pooling, dimensions, normalize) for state in some]
         else:
-            vectors = [vector_of(state.pooled, pooling, dimensions, False) for state in some]
-            found += list(_normalized(np.stack(vectors)))
+            vectors = np.frombuffer(b"".join([state.pooled for state in some]), np.float32)
+            found += list(_normalized(_first(vectors.reshape(len(some), -1), dimensions)))
     return found
 
 
@@ -108,15 +108,18 @@ def vector_of(
     pooled: bytes, pooling: Pooling, dimensions: int | None = None, normalize: bool | None = None
 ) -> np.ndarray:
     """Return the embedding of a text, or of one chunk, from its ``pooled`` state."""
-    vector = np.frombuffer(pooled, np.float32)
-    if dimensions is not None and dimensions > len(vector):
-        raise InvalidRequest(
-            f"dimensions is {dimensions}, but the model's vectors have {len(vector)}", param="dimensions"
-        )
-    vector = vector[:dimensions]
+    vector = _first(np.frombuffer(pooled, np.float32), dimensions)
     normalizes = pooling.normalize if normalize is None else normalize
     found: np.ndarray = _normalized(vector[None])[0] if normalizes else vector
     return found
+
+
+def _first(vectors: np.ndarray, dimensions: int | None) -> np.ndarray:
+    """Return the first ``dimensions`` numbers of ``vectors`` [..., size]. Raises InvalidRequest if they have fewer."""
+    size = vectors.shape[-1]
+    if dimensions is not None and dimensions > size:
+        raise InvalidRequest(f"dimensions is {dimensions}, but the model's vectors have {size}", param="dimensions")
+    return vectors[..., :dimensions]
 
 
 def token_vectors(state: RequestState, pooling: Pooling, normalize: bool | None = None) -> np.ndarray:

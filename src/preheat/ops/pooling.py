@@ -20,6 +20,6 @@ def sum_rows(x: Tensor, bounds: Tensor, out: Tensor) -> None:
 
     numpy adds whole rows, the first row first: only sums along a row are cut into parts.
     """
-    for text, (begin, end) in zip(out, pairwise(bounds.tolist()), strict=True):
-        rows = x[begin:end].to(torch.float32).numpy()
-        np.add.reduce(rows, axis=0, initial=np.float32(0.0), out=text.numpy())
+    rows, sums = x.to(torch.float32).numpy(), out.numpy()
+    for total, (begin, end) in zip(sums, pairwise(bounds.tolist()), strict=True):
+        np.add.reduce(rows[begin:end], axis=0, initial=np.float32(0.0), out=total)

@@ -304,7 +304,8 @@ class CpuBackend:
         return x.index_select(0, index)
 
     def sum_rows(self, x: Tensor, bounds: Tensor, out: Tensor) -> None:
-        sum_rows(x, bounds, out)
+        if self._functions is None or not self._functions.embed.sum_rows(x, bounds, out):
+            sum_rows(x, bounds, out)
 
     def row_digests(self, logits: Tensor) -> Tensor:
         return self._row_digests(logits)

@@ -18,7 +18,7 @@ from preheat.backends.cpu.llvm.narrow import numbers
 TABLES: tuple[Stored, ...] = ("float32", "bfloat16", "float16")
 """Numbers of a table."""
 
-EMBEDS = (*(f"embed_{stored}" for stored in TABLES), "add_rows")
+EMBEDS = (*(f"embed_{stored}" for stored in TABLES), "add_rows", "sum_rows")
 """Names of the functions."""
 
 
@@ -42,6 +42,7 @@ def embeds(module: ir.Module) -> None:
                 e.put(numbers(e, row, stored), out, e.add(e.mul(place, hidden), at))
         e.close(e.get(bad))
     _adds(module)
+    _sums(module)
 
 
 def _adds(module: ir.Module) -> None:
@@ -63,6 +64,20 @@ def _adds(module: ir.Module) -> None:
     e.close(e.get(bad))
 
 
+def _sums(module: ir.Module) -> None:
+    """Write ``sum_rows(x, bounds, texts, hidden, out)`` for rows of float32; see :mod:`preheat.ops.pooling`."""
+    e = Function(module, "sum_rows", [POINTER, POINTER, LONG, LONG, POINTER])
+    x, bounds, texts, hidden, out = e.args
+    with e.loop(0, texts) as text:
+        total = e.at(out, e.mul(text, hidden))
+        with e.loop(0, hidden, LANES) as at:
+            e.put(e.v(0.0), total, at)
+        first, end = (e.b.sext(e.load(bounds, e.add(text, more), INT), LONG) for more in (0, 1))
+        with e.loop(first, end) as row, e.loop(0, hidden, LANES) as at:
+            e.put(e.b.fadd(e.vector(total, at), e.vector(x, e.add(e.mul(row, hidden), at))), total, at)
+    e.close()
+
+
 Added = tuple[Tensor, Tensor, int]
 """A table [size, hidden], ids int32 [n], and a divisor of the ids: the row of each quotient joins a sum."""
 
@@ -77,6 +92,8 @@ class TableRows:
         self._taken: tuple[Tensor, Tensor] | None = None
         kind = CFUNCTYPE(c_int64, c_void_p, c_int64, c_void_p, c_int64, c_int64, c_void_p, c_int64)
         self._add = kind(code.address("add_rows"))
+        kind = CFUNCTYPE(None, c_void_p, c_void_p, c_int64, c_int64, c_void_p)
+        self._sum = kind(code.address("sum_rows"))
 
     def takes(self, table: Tensor, out: Tensor, added: Sequence[Added] = ()) -> bool:
         """Return whether there is a function for a table and the type of its copies.
@@ -111,3 +128,11 @@ class TableRows:
             size = more.shape[0]
             if bad := self._add(ids.data_ptr(), count, more.data_ptr(), size, hidden, place, divisor):
                 raise IndexError(f"{bad} of {count} tokens are outside of the table's {size} rows")
+
+    def sum_rows(self, x: Tensor, bounds: Tensor, out: Tensor) -> bool:
+        """Do the same as :func:`preheat.ops.pooling.sum_rows`, or return False if there is no function for ``x``."""
+        texts, hidden = out.shape
+        if hidden % LANES or x.dtype != torch.float32 or not x.is_contiguous():
+            return False
+        self._sum(x.data_ptr(), bounds.data_ptr(), texts, hidden, out.data_ptr())
+        return True
