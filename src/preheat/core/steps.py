@@ -101,13 +101,11 @@ class Schedule:
     plain: Plain | None = None  # None: more than a token of each row may change
     ends: np.ndarray = field(init=False)  # int32 [rows], the position after each row's last token
     rows: int = field(init=False)
+    tokens: int = field(init=False)
 
     def __post_init__(self) -> None:
         self.ends, self.rows = self.first + self.extend, len(self.slots)
-
-    @property
-    def tokens(self) -> int:
-        return self.rows if self.num_decode == self.rows else int(self.extend.sum())
+        self.tokens = self.rows if self.num_decode == self.rows else int(self.extend.sum())
 
     @property
     def samples(self) -> np.ndarray:

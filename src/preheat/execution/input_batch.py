@@ -237,6 +237,8 @@ class Packer:
         of ``tokens``, or its first token.
         """
         every = self.slots.prompt_logprobs[schedule.slots] != NO_LOGPROBS
+        if every.all():
+            return np.arange(schedule.rows).repeat(schedule.extend), np.arange(ends[-1])
         begins = ends - schedule.extend
         counts, first = np.where(every, schedule.extend, 0).astype(np.int64), begins.astype(np.int64)
         one = ~every[rows]
@@ -256,8 +258,9 @@ class Packer:
         whole = (schedule.first == 0) & (schedule.num_sampled == 1) & _IS_SUMMED[kinds]
         if not whole.any() or not (whole | (kinds == NO_LOGPROBS)).all():
             return None
-        ends = (rows[1:] != rows[:-1]).nonzero()[0] + 1
-        return np.concatenate(((0,), ends, (len(rows),)))
+        edges = np.ones(len(rows) + 1, bool)
+        np.not_equal(rows[1:], rows[:-1], out=edges[1:-1])
+        return edges.nonzero()[0]
 
     def _sampling_of(self, schedule: Schedule, rows: _Rows) -> SamplingInput:
         at = int(schedule.first[0])

@@ -71,6 +71,7 @@ class ModelPrograms:
             self._inputs = torch.zeros(tokens, len(layers), own.size, dtype=decoder.dtype, device=device)
         self._states = self.states  # states of the last step's tokens
         self._first_tokens = functools.cache(self._views)
+        self._parts_of = functools.cache(self._cut)
         self._first_logits = functools.cache(lambda size: self._logits[:size])
         self.other_caches: list[BlockCache] = []  # caches of the same blocks: a draft model's
         self.features: Features | None = None  # for a head that drafts
@@ -156,7 +157,8 @@ class ModelPrograms:
             self.adapters.describe(0, "sampled", np.empty(0, np.int32))
         self.samples.run(program)
 
-    def _parts_of(self, program: Program[Bucket]) -> list[Part]:
+    def _cut(self, program: Program[Bucket]) -> list[Part]:
+        """Return the parts of a forward program."""
         if not self.backend.facts.pads_context:
             program = program._replace(size=program.size.without_context())
         return [Part(program, layers) for layers in self._parts]

@@ -118,7 +118,8 @@ class InputProcessor:
         checked = params if isinstance(params, CheckedParams) else self.checker.checked(params)
         params = checked.params
         self._check_priority(priority)
-        self.check_length(prompt, params)
+        if not isinstance(prompt, str):  # the encoder of a text checks its length
+            self.check_length(prompt, params)
         if isinstance(prompt, Embedded):
             _check_without_tokens(params)
             ids = prompt.ids

@@ -143,14 +143,14 @@ def _corrupted(schedule: Schedule, result: StepResult, live: np.ndarray, kept: _
 
     The number is the logits of a kept token, a prompt's log-probability, or a hidden state.
     """
-    if not result.prompt_logprobs and result.hidden is None and kept.tokens.min(initial=0) >= 0:
+    bad = [row for row, states in (result.hidden or {}).items() if not np.isfinite(states).all()]
+    if not result.prompt_logprobs and not bad and kept.tokens.min(initial=0) >= 0:
         return _NO_ROWS
     ended = set(kept.ids[kept.tokens < 0].tolist())
     found = np.array([id in ended for id in schedule.ids.tolist()], bool)
     for row, entries in result.prompt_logprobs.items():
         found[row] |= any(math.isnan(entry.logprob) for entry in entries)
-    for row, states in (result.hidden or {}).items():
-        found[row] |= not np.isfinite(states).all()
+    found[bad] = True
     rows: np.ndarray = (found & live).nonzero()[0]
     return rows
 

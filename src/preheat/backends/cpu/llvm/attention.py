@@ -34,6 +34,7 @@ class LlvmAttention:
     def __init__(self, positions: np.ndarray, tables: np.ndarray, ends: np.ndarray | None = None) -> None:
         self._positions, self._tables, self._ends = positions, tables, ends
         self._work: LlvmWork | None = None
+        self._table: tuple[np.ndarray, int] | None = None  # the block table, and its address
         self._given: tuple[Tensor, np.ndarray] | None = None  # a program's positions, and the same as an array
         self.rows = 0
 
@@ -43,10 +44,12 @@ class LlvmAttention:
 
     def plan(self, step: StepRows, tables: BlockTables) -> LlvmWork:
         table = tables.block_table
-        assert table.dtype == np.int32, table.dtype
-        addresses = table.ctypes.data + np.repeat(step.slots, step.extend).astype(np.int64) * table.strides[0]
+        if self._table is None or table is not self._table[0]:
+            assert table.dtype == np.int32, table.dtype
+            self._table = table, table.ctypes.data
+        addresses = (self._table[1] + step.slots.astype(np.int64) * table.strides[0]).repeat(step.extend)
         if self._ends is not None:
-            ends = np.repeat(step.first.astype(np.int64) + step.extend, step.extend)
+            ends = (step.first.astype(np.int64) + step.extend).repeat(step.extend)
             return LlvmWork([], -1, -1, addresses, ends)
         decodes = step.num_decode == len(step.slots)
         return LlvmWork([], ALWAYS if decodes else -1, -1, addresses, None)
