@@ -19,10 +19,11 @@ OWN: dict[str, dict[str, Any]] = {
     "DistilBert": {"vocab_size": 199, "dim": 96, "hidden_dim": 160, "n_layers": 2, "n_heads": 4,
                    "max_position_embeddings": 300},
     "NomicBert": {**SMALL, "head_dim": 24},
+    "MPNet": {**SMALL, "pad_token_id": 0},
     "ModernBert": {**SMALL, "num_hidden_layers": 4, "local_attention": 24, "pad_token_id": 0, "bos_token_id": 1,
                    "eos_token_id": 2, "cls_token_id": 1, "sep_token_id": 2},
 }  # fmt: skip
-"""Sizes of families with other names for them."""
+"""Sizes of families with other names for them, and ids that may not matter."""
 
 OPTIONS: dict[str, Any] = {
     "device": "cpu", "dtype": "float32", "num_threads": 2, "skip_tokenizer_init": True, "max_num_seqs": 8,

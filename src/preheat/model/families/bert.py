@@ -57,16 +57,14 @@ def roberta(config: Config) -> ModelSpec:
 def mpnet(config: Config) -> ModelSpec:
     """RoBERTa without token types, with a bias of attention for each distance, the same in all layers."""
     config = _bert_config(config, vocab_size=30527, relative_attention_num_buckets=32)
-    buckets, padding = config.size("relative_attention_num_buckets"), config.get("pad_token_id")
-    if type(padding) is not int or padding < 0:
-        raise ModelError(f"config.json: pad_token_id must be a token id, as positions begin behind it, got {padding!r}")
+    buckets = config.size("relative_attention_num_buckets")
     if buckets % 4:
         raise ModelError(f"config.json: relative_attention_num_buckets must be a multiple of 4, got {buckets}")
     names = Names(
         prefix="mpnet", q="attention.attn.q", k="attention.attn.k", v="attention.attn.v", o="attention.attn.o",
         attention_norm="attention.LayerNorm", unused=("pooler", "lm_head"),
     )  # fmt: skip
-    spec = _encoder(config, names, typed=False, skipped=padding + 1)
+    spec = _encoder(config, names, typed=False, skipped=2)  # positions begin behind 1, whatever the id of padding
     heads = config.size("num_attention_heads")
     return replace(spec, distances=DistanceSpec("encoder.relative_attention_bias", buckets, heads, MOST_DISTANCE))
 
