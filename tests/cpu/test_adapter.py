@@ -426,6 +426,21 @@ def test_a_stack_of_experts_adds_the_deltas_of_peft(case, tmp_path):
     assert checked == sum("experts" in name for name in factors) > 0
 
 
+def test_a_weight_that_is_listed_as_a_parameter(tmp_path):
+    """PEFT lists the router so if all linear layers of a model with experts are adapted."""
+    patterns = {"rank_pattern": {"gate.weight": 2}, "alpha_pattern": {r"layers\.1\.mlp\.gate\.weight": 5}}
+    spec, _ = stacked(tmp_path, target_modules=["q_proj"], target_parameters=["gate.weight"], **patterns)
+    found = read(tmp_path, spec).factors
+    routers = [part for name, part in found.items() if name.endswith("block_sparse_moe.gate")]
+    assert [part.a.shape[0] for part in routers] == [2] * len(routers)
+    assert [part.scale for part in routers[:2]] == [8 / 2, 5 / 2]
+    file = tmp_path / "adapter_model.safetensors"
+    tensors = load_file(file)
+    save_file({name: tensor for name, tensor in tensors.items() if "layers.1.mlp" not in name}, file)
+    with pytest.raises(AdapterError, match=r"have no tensors: model.layers.1.block_sparse_moe.gate.weight"):
+        read(tmp_path, spec)
+
+
 def test_stacks_that_do_not_fit_are_refused(tmp_path):
     spec, _ = stacked(tmp_path, **STACKS["both"])
     file, config = tmp_path / "adapter_model.safetensors", tmp_path / "adapter_config.json"

@@ -66,17 +66,14 @@ class Single(NamedTuple):
     """The adapter of one module.
 
     ``raw`` is the module's name in the model's code, ``module`` its name in the checkpoint. ``halves`` are PEFT's names
-    of both matrices.
+    of both matrices. ``parameter`` is the name that the config's patterns match: the module's, or its weight's if the
+    config lists the weight as a parameter.
     """
 
     raw: str
     module: str
     halves: tuple[str, str]
-
-    @property
-    def parameter(self) -> str:
-        """The name that the config's patterns match."""
-        return self.raw
+    parameter: str
 
     @property
     def key(self) -> str:
@@ -207,9 +204,12 @@ def _checked(file: Any, config: AdapterConfig, spec: ModelSpec, max_rank: int) -
             raise AdapterError(f"module {raw} {_why_not(module, spec, expected)}")
         if module in singles:
             raise AdapterError(f"{raw} and {singles[module].raw} are the same module")
-        singles[module] = Single(raw, module, _halves(module, spec))
+        weight = f"{raw}.weight"
+        parameter = weight if config.lists_parameter(weight) else raw
+        singles[module] = Single(raw, module, _halves(module, spec), parameter)
     parameters = (stack.parameter for each in stacks.values() for stack in each)
-    rules = config.about([*expected, *(each.raw for each in singles.values()), *parameters])
+    names = (name for each in singles.values() for name in (each.raw, each.parameter))
+    rules = config.about([*expected, *names, *parameters])
     for module, single in singles.items():
         _check_single(file, single, expected[module], rules, max_rank)
     stacked = {raw: _checked_stack(file, raw, of_raw, rules, max_rank) for raw, of_raw in stacks.items()}
@@ -228,9 +228,9 @@ def _checked(file: Any, config: AdapterConfig, spec: ModelSpec, max_rank: int) -
 def _check_single(file: Any, single: Single, sizes: tuple[int, int], rules: ModuleRules, max_rank: int) -> None:
     """Raise AdapterError unless ``single`` fits a module of ``sizes``, its outputs and inputs."""
     raw = single.raw
-    if not rules.names(raw):
+    if single.parameter == raw and not rules.names(raw):
         raise AdapterError(f"module {raw} has tensors, but the config's target_modules does not name it")
-    (outputs, inputs), rank = sizes, rules.rank_of(raw)
+    (outputs, inputs), rank = sizes, rules.rank_of(single.parameter)
     _check_rank(raw, rank, max_rank)
     _check_shapes(file, _tensors(single), rank, ([rank, inputs], [outputs, rank]))
 
@@ -243,7 +243,7 @@ def _checked_stack(file: Any, raw: str, stacks: list[Stack], rules: ModuleRules,
         shapes = " or ".join(f"[., {each.inputs}] and [{each.outputs}, .]" for each in stacks)
         raise AdapterError(f"the tensors of {raw} have shapes {list(a)} and {list(b)}, but the model needs {shapes}")
     stack = fitting[0]
-    if not rules.names_parameter(stack.parameter):
+    if not rules.config.lists_parameter(stack.parameter):
         raise AdapterError(f"{stack.parameter} has tensors, but the config's target_parameters does not name it")
     rank = rules.rank_of(stack.parameter)
     _check_rank(stack.parameter, rank, max_rank)
@@ -265,8 +265,10 @@ def _check_complete(found: Found, rules: ModuleRules, spec: ModelSpec, expected:
     )
     if missing:
         raise AdapterError(f"target_modules names modules that have no tensors: {some(missing)}")
-    there = {stack.parameter for stack in stacks}
-    lacking = {name for stack in stacks for name in alike(stack, spec) if rules.names_parameter(name)} - there
+    there = {each.parameter for each in found.values()}
+    alone = {f"{module}.weight" for module in expected - found.keys()}
+    wanted = alone | {name for stack in stacks for name in alike(stack, spec)}
+    lacking = {name for name in wanted if rules.config.lists_parameter(name)} - there
     unused = rules.config.parameters - {ending for each in there for ending in endings(each)}
     if lacking | unused:
         raise AdapterError(f"target_parameters names parameters that have no tensors: {some(sorted(lacking | unused))}")

@@ -130,6 +130,10 @@ class AdapterConfig:
         except BadExpression as error:
             raise AdapterError(f"{CONFIG}: {error}") from None
 
+    def lists_parameter(self, name: str) -> bool:
+        """Return whether ``target_parameters`` lists the parameter ``name``, by its name or the end of it."""
+        return _lists(self.parameters, name)
+
     @property
     def all_linear(self) -> bool:
         """Whether the config only says that all linear layers but the output head are adapted."""
@@ -172,10 +176,6 @@ class ModuleRules:
         if isinstance(config.targets, str) or module in config.targets:
             return module in self.targets or _lists(config.targets, module)
         return _lists(config.targets, module) and (not config.layers or self._layer(module) in config.layers)
-
-    def names_parameter(self, parameter: str) -> bool:
-        """Return whether the config lists a stacked ``parameter``, by its name or the end of it."""
-        return _lists(self.config.parameters, parameter)
 
     def _layer(self, module: str) -> int | None:
         """Return the number of ``module``'s layer, if there is one.
