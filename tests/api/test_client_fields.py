@@ -131,7 +131,7 @@ def test_strict_fields(folder: Path) -> None:
             ("/v1/completions", {"prompt": "x", "what": None, "why": 1}, "why"),
             ("/v1/chat/completions", {"messages": [{**USER, "what": 1}]}, "messages[0].what"),
             ("/v1/chat/completions", {"messages": [USER], "reasoning_effort": "low"}, "reasoning_effort"),
-            ("/v1/responses", {"input": [{**USER, "what": 1}]}, "input[0]"),
+            ("/v1/responses", {"input": [{**USER, "what": 1}]}, "input[0].what"),
         ):
             refusal = server.post(path, body)
             assert (refusal.status, refusal.error["param"]) == (400, param)
@@ -384,7 +384,7 @@ def test_several_conversations_are_answered_together(server: Server) -> None:
     [
         ({"stream": True}, "stream"), ({"n": 2}, "n"), ({"tools": [TOOL]}, "tools"), ({"messages": []}, "messages"),
         ({"use_beam_search": True}, "use_beam_search"), ({"messages": [[USER], []]}, "messages[1]"),
-        ({"messages": [[USER], [USER, {**USER, "refusal": "no"}]]}, "messages[1][1].refusal"),
+        ({"messages": [[USER], [USER, {**USER, "audio": {}}]]}, "messages[1][1].audio"),
         ({"messages": [[USER]] * 2049}, "messages"), ({"prompt_logprobs": 1}, "prompt_logprobs"),
         ({"messages": [[USER], [{"role": "user", "content": "x " * 5000}]]}, None),
     ],

@@ -73,7 +73,9 @@ REFUSED = [
     (b'{"prompt": "\\ud800"}', None, "send both halves"),
     (b'{"prompt": "\\udfff and more text"}', None, "send both halves"),
     (b"[" * 100_000, None, ""),
-    (b'{"prompt": ' + b"[" * 50_000, "prompt[0][0]", "Expected"),
+    (b'{"prompt": ' + b"[" * 50_000, None, "nested too deeply: at most 256"),
+    (b'{"prompt": "x", "guided_json": %b1%b}' % (b'{"items":' * 700, b"}" * 700), None, "nested too deeply"),
+    (calling('{"a":' * 300 + "1" + "}" * 300), "messages[0].tool_calls[0]", "nested too deeply"),
     (b"null", None, "object"),
     (b"", None, "The body is empty"),
     ({}, "prompt", "Missing required parameter: prompt"),
@@ -115,9 +117,14 @@ REFUSED = [
     (calling("[1]"), "messages[0].tool_calls[0]", "are a list: send a JSON object"),
     (calling('{"a": NaN}'), "messages[0].tool_calls[0]", "NaN is no finite number"),
     (calling('{"a": -1e999}'), "messages[0].tool_calls[0]", "-1e999 is no finite number"),
-    ({"messages": MESSAGES, "tools": [{}]}, "tools[0]", "missing required field"),
+    ({"messages": MESSAGES, "tools": [{}]}, "tools[0].type", "Missing required parameter"),
     ({"messages": MESSAGES, "tools": [{"type": "function", "function": {"name": ""}}]}, "tools[0].function.name",
      "give the function a name"),
+    ({"messages": MESSAGES, "tool_choice": "any"}, "tool_choice", "'any' is not one of auto, none, required"),
+    ({"messages": MESSAGES, "tool_choice": {"type": "x"}}, "tool_choice.type", "not one of allowed_tools, function"),
+    ({"messages": [{"role": "user", "content": [{"type": "refusal"}]}]}, "messages", "add the field refusal"),
+    ({"prompt": "x", "max_tokens": 1.5}, "max_tokens", "got `float`"),
+    ({"prompt": "x", "guided_choice": [""]}, "guided_choice", "guided_choice must not hold an empty text"),
     ({"messages": MESSAGES, "functions": [{}]}, "functions", "not supported"),
     ({"messages": MESSAGES, "modalities": ["audio"]}, "modalities", "not supported"),
     ({"messages": MESSAGES, "chat_template": "{{ 1 }}"}, "chat_template", "--chat-template"),
@@ -182,6 +189,29 @@ def test_no_op_values_pass(scripted: Server) -> None:
     assert scripted.post(COMPLETIONS, body).json["choices"][0]["text"]
 
 
+def test_an_integer_may_be_written_as_a_float(scripted: Server) -> None:
+    """Gson writes each number so."""
+    answer = scripted.post(COMPLETIONS, {"prompt": [[6.0, 7.0]], "max_tokens": 2.0, "seed": -1.0, "min_p": 0.0})
+    assert answer.status == 200 and answer.json["usage"]["completion_tokens"] == 2
+
+
+def test_texts_of_a_message_have_several_types(scripted: Server) -> None:
+    """A refusal of the model goes back as its text."""
+
+    def tokens(*talk: dict[str, Any]) -> list[int]:
+        answer = scripted.post("/tokenize", {"messages": [*MESSAGES, *talk]})
+        assert answer.status == 200
+        return list(answer.json["tokens"])
+
+    said = tokens({"role": "assistant", "content": "No."})
+    for part in ({"type": "refusal", "refusal": "No."}, {"type": "output_text", "text": "No."}):
+        assert tokens({"role": "assistant", "content": [part]}) == said
+    assert tokens({"role": "assistant", "content": None, "refusal": "No."}) == said
+    both = tokens({"role": "assistant", "content": "No.\nNo."})
+    for content in ("No.", [{"type": "text", "text": "No."}]):
+        assert tokens({"role": "assistant", "content": content, "refusal": "No."}) == both
+
+
 def test_other_paths_and_methods(scripted: Server) -> None:
     assert scripted.get("/nowhere").status == 404 and scripted.get("/nowhere").error["param"] is None
     assert scripted.get(COMPLETIONS).status == 405 and scripted.get(COMPLETIONS).headers["allow"] == "POST"
@@ -216,11 +246,13 @@ def test_bodies_are_bounded(scripted: Server) -> None:
 
 @pytest.mark.parametrize("header", ["Content-Encoding", "Transfer-Encoding"])
 def test_compressed_bodies_are_refused_by_name(scripted: Server, header: str) -> None:
-    with socket.create_connection(("127.0.0.1", scripted.port)) as client:
-        end = "gzip" if header == "Content-Encoding" else "gzip, chunked"
-        length = "Transfer-Encoding: chunked\r\n" if header == "Content-Encoding" else ""
-        client.sendall(f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\n{length}{header}: {end}\r\n\r\n0\r\n\r\n".encode())
-        answer = client.recv(2000)
+    length, value = (
+        ("Transfer-Encoding: chunked\r\n", "gzip") if header == "Content-Encoding" else ("", "gzip, chunked")
+    )
+    head = f"POST {COMPLETIONS} HTTP/1.1\r\nHost: x\r\nConnection: close\r\n{length}{header}: {value}\r\n\r\n"
+    with socket.create_connection(("127.0.0.1", scripted.port)) as client, client.makefile("rb") as answers:
+        client.sendall(f"{head}0\r\n\r\n".encode())
+        answer = answers.read()
     assert answer.startswith(b"HTTP/1.1 415") and b"send it as it is" in answer and header.encode() in answer
     assert scripted.post(COMPLETIONS, {"prompt": "x"}, **{"Content-Encoding": "identity"}).status == 200
 

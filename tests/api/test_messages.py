@@ -153,7 +153,15 @@ def test_errors_have_its_shape(client: anthropic.Anthropic, folder: Path) -> Non
     assert error.value.body["error"]["type"] == "invalid_request_error" and "top_k" in error.value.message
     with pytest.raises(anthropic.BadRequestError, match="stop_sequences must not contain"):
         ask(client, "x", stop_sequences=[""])
-    with pytest.raises(anthropic.BadRequestError, match="'image'"):
+    for tool, said in (
+        ({"type": "bash_20250124", "name": "bash"}, "runs no tools"),
+        ({"name": "f"}, "tools.0..input_schema"),
+        ({"name": "", "input_schema": {}}, "tools.0..name is"),
+        ({"name": "f", "input_schema": {"type": "string"}}, "tools.0..input_schema.type must"),
+    ):
+        with pytest.raises(anthropic.BadRequestError, match=said):
+            ask(client, "x", tools=[tool])
+    with pytest.raises(anthropic.BadRequestError, match="'image' is not one of text, tool_use"):
         ask(client, [*user([{"type": "image", "source": {}}])])
     with serving(str(folder), api_key=["secret"], served_model_name=["m"]) as server:
         for key, refused in (("wrong", True), ("secret", False)):

@@ -256,6 +256,9 @@ def test_refusals(client: OpenAI) -> None:
         ({"truncation": "auto"}, "truncation"), ({"background": True, "stream": True}, "stream"),
         ({"background": True, "store": False}, "store"),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0]"),
+        ({"input": [{"role": "user", "content": [{"type": "refusal"}]}]}, "input[0].content[0].refusal"),
+        ({"input": [{"role": "user", "content": [{"type": "x", "text": ""}]}]}, "input[0].content[0].type"),
+        ({"tools": [{"type": "function", "name": "f", "parameters": {"type": "string"}}]}, "tools[0].parameters.type"),
         ({"input": []}, "input"), ({"tool_choice": {"type": "function", "name": "other"}}, "tool_choice"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format.schema"),
     ):  # fmt: skip

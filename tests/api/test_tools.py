@@ -157,7 +157,7 @@ def refused(client: OpenAI, text: str | list[Any] = "Hi", **options: Any) -> Bad
 
 def test_refusals(client: OpenAI) -> None:
     assert refused(client, tools=[{"type": "web_search"}]).param == "tools[0].type"
-    assert refused(client, tools=[{"type": "function", "function": {}}]).param == "tools[0]"
+    assert refused(client, tools=[{"type": "function", "function": {}}]).param == "tools[0].function.name"
     assert refused(client, tools=[], tool_choice="required").param == "tool_choice"
     other = {"type": "function", "function": {"name": "other"}}
     assert "other" in refused(client, tool_choice=other).message

@@ -25,8 +25,9 @@ BODIES = {
 
 def has(hint: object, path: str) -> bool:
     """Return whether a field of this type may have a field at ``path``; a plain object may have any."""
-    name, _, rest = path.partition(".")
-    for kind in (hint, *typing.get_args(hint)):
+    name, _, rest = path.replace("[]", "").partition(".")
+    items = [each for kind in (hint, *typing.get_args(hint)) for each in typing.get_args(kind)]
+    for kind in (hint, *typing.get_args(hint), *(items if typing.get_origin(hint) is not dict else ())):
         if typing.get_origin(kind) is dict:
             return True
         if isinstance(kind, type) and issubclass(kind, msgspec.Struct) and name in kind.__struct_fields__:
@@ -52,6 +53,11 @@ LEAST = InvalidRequest("min_tokens (5) must not exceed max_tokens (3)", param="m
 QUOTED = InvalidRequest("The model 'max_tokens' is not served here", param="model")
 IMAGE = InvalidRequest("The image cannot be decoded", param="messages")
 GRAMMAR = GrammarFailed("The grammar refused a token", param="structured_outputs")
+TOOL = InvalidRequest("tools[2].function.name is empty", param="tools[2].function.name")
+CALL = InvalidRequest(
+    "structured_outputs.json: type (at $.items.anyOf[1].properties.parameters.a)", param="structured_outputs.json"
+)
+TYPED = {"name": "f", "input_schema": {}}
 USER = [{"role": "user", "content": "x"}]
 
 
@@ -72,6 +78,12 @@ USER = [{"role": "user", "content": "x"}]
         (OllamaGenerateRequest, {"options": {"num_predict": 0}}, SAID, "options.num_predict", "options.num"),
         (OllamaGenerateRequest, {"prompt": "x", "images": ["AA=="]}, IMAGE, "images", "The image"),
         (OllamaChatRequest, {}, STOPS, "options.stop", "options.stop may"),
+        (MessagesRequest, {"max_tokens": 1}, TOOL, "tools[2].name", "tools[2].name is empty"),
+        (MessagesRequest, {"max_tokens": 1, "tools": [TYPED]}, CALL, "tools", "type (at tools[1].input_schema.a)"),
+        (ResponsesRequest, {"input": "x"}, TOOL, "tools[2].name", "tools[2].name is empty"),
+        (ChatRequest, {"tools": [{}]}, TOOL, "tools[2].function.name", "tools[2].function.name is empty"),
+        (ChatRequest, {"tools": [{}]}, CALL, "tools", "tools: type (at tools[1].function.parameters.a)"),
+        (ChatRequest, {"response_format": {"type": "json_object"}}, CALL, "response_format", "response_format: type"),
         (EmbedRequest, {"inputs": ["a", ""]}, NESTED, "inputs[1]", "inputs[1]: The prompt is empty"),
     ],
 )  # fmt: skip

@@ -6,6 +6,7 @@ They are never too few, wherever the text is cut into chunks.
 from __future__ import annotations
 
 import json
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +17,16 @@ from preheat.errors import InvalidRequest
 from preheat.server.decoding import decode
 from preheat.server.schema import ChatRequest, CompletionRequest
 from preheat.utils import json_size as module
-from preheat.utils.json_size import MOST_CONTAINERS, MOST_DIGITS, MOST_IDS, MOST_VALUES, SHORT_DIGITS, json_size
+from preheat.utils.json_size import (
+    MOST_CONTAINERS,
+    MOST_DEPTH,
+    MOST_DIGITS,
+    MOST_IDS,
+    MOST_VALUES,
+    SHORT_DIGITS,
+    check_size,
+    json_size,
+)
 
 TEXTS = st.text(alphabet='a\\"[]{},:\n', max_size=9)
 VALUES = st.recursive(
@@ -44,20 +54,39 @@ def long_digits(value: Any) -> int:
     return sum(map(long_digits, inner))
 
 
+def levels(value: Any) -> int:
+    """Return the most lists and objects within each other in decoded JSON."""
+    if not isinstance(value, list | dict):
+        return 0
+    return 1 + max(map(levels, value.values() if isinstance(value, dict) else value), default=0)
+
+
+@pytest.mark.parametrize(("begin", "end"), [("[", "]"), ('{"a":', "}")])
+def test_a_text_of_too_many_levels_is_not_decoded(begin: str, end: str) -> None:
+    for depth in (MOST_DEPTH, MOST_DEPTH + 1):
+        text = f"{begin * depth}1{end * depth}".encode()
+        beside = json.dumps([[begin] * 9] * MOST_DEPTH).encode()
+        with pytest.raises(InvalidRequest, match="nested") if depth > MOST_DEPTH else nullcontext():
+            check_size(text, "The text")
+            check_size(beside, "The text")
+
+
 @given(value=VALUES, chunk=st.sampled_from([1, 2, 3, 7, 1 << 18]), spaced=st.booleans())
 def test_never_too_few(value: Any, chunk: int, spaced: bool) -> None:
     text = json.dumps(value, indent=1 if spaced else None).encode()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_CHUNK", chunk)
+        patch.setattr(module, "MOST_DEPTH", 0)  # else the few levels of a small text are not counted
         found = json_size(text)
     values, containers, members = counted(value)
     assert (found.containers, found.members, found.digits) == (containers, members, long_digits(value))
     assert values <= found.values <= values + containers
+    assert found.depth == levels(value)
 
 
 def test_characters_within_strings_do_not_count() -> None:
     text = json.dumps(("[{,\\" + "7" * 30) * 100 + '"[' * 100).encode()
-    assert json_size(text) == (1, 0, 0, 0)
+    assert json_size(text) == (1, 0, 0, 0, 0)
     assert text.count(b"[") == 200  # a plain count would find these
 
 

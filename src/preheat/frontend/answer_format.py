@@ -34,22 +34,16 @@ class ToolChoice:
     @property
     def forced(self) -> StructuredOutputsParams | None:
         """The constraint on the text of a forced call; None if calls are not forced."""
-        if self.mode == "named":
-            return _arguments(_schema(self.tools[0]))
-        if self.mode != "required":
-            return None
-        calls = [
-            {
-                "type": "object",
-                "properties": {"name": {"const": tool.name}, "parameters": _without_definitions(_schema(tool))},
-                "required": ["name", "parameters"],
-                "additionalProperties": False,
-            }
-            for tool in self.tools
-        ]
-        most = {} if self.parallel else {"maxItems": 1}
-        schema = {"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}} | _definitions(self.tools)
-        return _arguments(schema)
+        try:
+            if self.mode == "named":
+                return _arguments(_schema(self.tools[0]))
+            if self.mode != "required":
+                return None
+            calls = [_call(tool, _PLACE.format(place)) for place, tool in enumerate(self.tools)]
+            most = {} if self.parallel else {"maxItems": 1}
+            return _arguments({"type": "array", "minItems": 1, **most, "items": {"anyOf": calls}})
+        except RecursionError:
+            raise InvalidRequest("tools: a schema is nested too deeply", param="tools") from None
 
 
 def _arguments(schema: dict[str, Any]) -> StructuredOutputsParams:
@@ -61,9 +55,19 @@ def _arguments(schema: dict[str, Any]) -> StructuredOutputsParams:
     return StructuredOutputsParams(json=schema, disable_any_whitespace=True, disable_additional_properties=True)
 
 
+def _call(tool: Tool, place: str) -> dict[str, Any]:
+    """Return the schema of a call of ``tool``, with the schema of its arguments at ``place``."""
+    return {
+        "type": "object",
+        "properties": {"name": {"const": tool.name}, "parameters": _moved(_schema(tool), place)},
+        "required": ["name", "parameters"],
+        "additionalProperties": False,
+    }
+
+
 def _schema(tool: Tool) -> dict[str, Any]:
     """Return the schema of a tool's arguments, always that of an object."""
-    return {"type": "object", **({"properties": {}} if not tool.parameters else {}), **tool.parameters}
+    return {**({"properties": {}} if not tool.parameters else {}), **tool.parameters, "type": "object"}
 
 
 def _free(constraint: StructuredOutputsParams) -> bool:
@@ -75,27 +79,30 @@ def _free(constraint: StructuredOutputsParams) -> bool:
 
 
 _ANY = {"type": "object"}
-_DEFINITIONS = {"$defs", "definitions"}
+_PLACE = "#/items/anyOf/{}/properties/parameters"
+"""The place of a tool's schema, by its number, in the schema of forced calls."""
+
+_BY_NAME, _VALUES = (
+    ("properties", "patternProperties", "$defs", "definitions"),
+    ("const", "enum", "default", "examples"),
+)
+"""Keywords with schemas by name, and keywords with values in place of schemas."""
 
 
-def _without_definitions(schema: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in schema.items() if key not in _DEFINITIONS}
-
-
-def _definitions(tools: Sequence[Tool]) -> dict[str, Any]:
-    """Return the definitions of all ``tools``, for the top of the whole schema.
-
-    The schemas refer to them by ``#/$defs/NAME``. Raises InvalidRequest if two tools define one name differently.
-    """
-    found: dict[str, Any] = {}
-    for tool in tools:
-        for key in _DEFINITIONS & tool.parameters.keys():
-            for name, schema in tool.parameters[key].items():
-                if found.setdefault(key, {}).setdefault(name, schema) != schema:
-                    raise InvalidRequest(
-                        f"several tools define {name} in {key} differently: give each definition a name of its own",
-                        param="tools",
-                    )
+def _moved(schema: Any, place: str) -> Any:
+    """Return ``schema`` for the ``place`` within another one: its references lead to its own parts there."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = dict[str, Any]()
+    for key, value in schema.items():
+        if key in _BY_NAME and isinstance(value, dict):
+            found[key] = {name: _moved(each, place) for name, each in value.items()}
+        elif key == "$ref" and isinstance(value, str) and value.startswith("#"):
+            found[key] = place if value == "#/" else place + value[1:]
+        else:
+            found[key] = value if key in _VALUES else _moved(value, place)
     return found
 
 

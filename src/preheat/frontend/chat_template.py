@@ -25,6 +25,9 @@ ContentFormat = Literal["auto", "string", "openai"]
 _RESERVED = {
     "messages", "tools", "documents", "add_generation_prompt", "continue_final_message", "chat_template", "tokenize"
 }  # fmt: skip
+_TEXTS = {"text": "text", "input_text": "text", "output_text": "text", "refusal": "refusal"}
+"""The field with the text of a content part, by the part's type."""
+
 _END = "FINAL_MESSAGE_ENDS_HERE "
 """Follows a message that is to be continued; a template that trims drops the last character."""
 
@@ -275,14 +278,16 @@ def _text_part(part: object, image_token: str | None) -> str:
         return image_token
     if isinstance(part, str):
         return part
-    kind, text = (part.get("type"), part.get("text")) if isinstance(part, Mapping) else (type(part).__name__, None)
-    if kind == "text" and not isinstance(text, str):
-        raise InvalidRequest(
-            "A content part of type 'text' has no text: add the field text, a string", param="messages"
-        )
-    if kind != "text":
+    kind = part.get("type") if isinstance(part, Mapping) else type(part).__name__
+    field = _TEXTS.get(kind) if isinstance(kind, str) else None
+    if field is None:
         raise InvalidRequest(f"Content parts of type {kind!r} are not supported, only text is", param="messages")
-    return str(text)
+    text = part.get(field) if isinstance(part, Mapping) else None
+    if not isinstance(text, str):
+        raise InvalidRequest(
+            f"A content part of type {kind!r} has no text: add the field {field}, a string", param="messages"
+        )
+    return text
 
 
 def read_override(template: str) -> StoredTemplate:

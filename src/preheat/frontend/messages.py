@@ -34,10 +34,19 @@ def _chat_message(message: Mapping[str, Any], at: str) -> dict[str, Any]:
     if not isinstance(message, Mapping):
         raise InvalidRequest(f"{at} must be an object with role and content", param="messages")
     plain = {name: value for name, value in message.items() if value not in (None, [])}
+    if refusal := plain.pop("refusal", None):
+        plain["content"] = _with_refusal(plain.get("content"), refusal)
     plain |= thoughts(plain, plain.get("reasoning") or plain.get("reasoning_content"))
     if calls := plain.get("tool_calls"):
         plain["tool_calls"] = [_call(call, f"{at}.tool_calls[{place}]") for place, call in enumerate(calls)]
     return plain
+
+
+def _with_refusal(content: Any, refusal: str) -> Any:
+    """Return the ``content`` of a message with its ``refusal``, one text more."""
+    if isinstance(content, list):
+        return [*content, {"type": "refusal", "refusal": refusal}]
+    return f"{content}\n{refusal}" if content else refusal
 
 
 def thoughts(message: Mapping[str, Any], thought: object) -> dict[str, object]:

@@ -153,8 +153,8 @@ def _speaker(body: ChatRequest, response_role: str) -> tuple[str, str]:
     if not body.echo or last.role != role:
         return role, ""
     if isinstance(last.content, list):
-        return role, "\n".join(part.text or "" for part in last.content)
-    return role, last.content or ""
+        return role, "\n".join(part.text or part.refusal or "" for part in last.content)
+    return role, last.content or last.refusal or ""
 
 
 def _params(frontend: Frontend, body: ChatRequest) -> SamplingParams:

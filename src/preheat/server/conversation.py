@@ -21,6 +21,7 @@ from preheat.frontend.messages import chat_messages
 from preheat.frontend.request_state import RequestState
 from preheat.frontend.tools import Tool
 from preheat.server.body import body_size
+from preheat.server.decoding import invalid
 from preheat.server.ignored import ignore, strict
 from preheat.server.params import load_images, prepared
 from preheat.server.schema import Message, NamedToolChoice
@@ -210,7 +211,7 @@ def _tool(definition: Mapping[str, Any], place: int) -> Tool:
     try:
         tool = msgspec.convert(definition, _ToolDefinition)
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"Invalid value for {param}: {error}", param=param) from error
+        raise invalid(error, _ToolDefinition, param) from error
     check_tool_kind(tool.type, param)
     if tool.function is None:
         raise InvalidRequest(f"{param}.function is missing", param=f"{param}.function")
@@ -218,4 +219,8 @@ def _tool(definition: Mapping[str, Any], place: int) -> Tool:
         raise InvalidRequest(
             f"{param}.function.name is empty: give the function a name", param=f"{param}.function.name"
         )
+    kinds = (tool.function.parameters or {}).get("type")
+    if kinds is not None and "object" not in (kinds if isinstance(kinds, list) else [kinds]):
+        at = f"{param}.function.parameters.type"
+        raise InvalidRequest(f"{at} must be object: the arguments of a call are a JSON object", param=at)
     return Tool(tool.function.name, tool.function.parameters or {}, bool(tool.function.strict))

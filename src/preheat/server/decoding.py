@@ -30,6 +30,11 @@ _HALF = re.compile(rb"\\u[dD][89abAB][0-9a-fA-F]{2}")
 """The first half of a surrogate pair; near the end of a body msgspec says only that the body is cut off."""
 
 _PATH = re.compile(r"`\$([^`]*)`")
+_NO_CHOICE = re.compile(r"Invalid (?:enum )?value ('.*')", re.DOTALL)
+_INTEGER_AS_FLOAT = re.compile(r"`[^`]*\bint\b[^`]*`, got `float`")
+"""Some clients, such as those with Gson, write an integer as 16.0."""
+
+_MOST_EXACT = 2**53
 _UNKNOWN = "unknown field `"
 _FIELD_PROBLEMS = {
     _UNKNOWN: "Unrecognized request argument supplied",
@@ -48,7 +53,7 @@ def decode(data: bytes, kind: type[Body], ignored: Names | None = None) -> Body:
     try:
         body = _decoded(data.removeprefix(codecs.BOM_UTF8), kind, ignored)
     except msgspec.ValidationError as error:
-        raise _invalid(str(error)) from error
+        raise invalid(error, kind) from error
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise _malformed(error, data) from error
     except RecursionError as error:
@@ -93,7 +98,7 @@ def converted(value: Any, kind: type[Kind], ignored: Names | None, at: str, para
         known = _known(value, _described(kind), ignored, at)  # type: ignore[arg-type]  # a class is hashable
         return msgspec.convert(known, kind, str_keys=True, builtin_types=(Decimal,))
     except msgspec.ValidationError as error:
-        raise InvalidRequest(f"Invalid value for {param}: {error}", param=param) from error
+        raise invalid(error, kind, param) from error
 
 
 def _decoded(data: bytes, kind: type[Body], ignored: Names | None) -> Body:
@@ -101,7 +106,7 @@ def _decoded(data: bytes, kind: type[Body], ignored: Names | None) -> Body:
     try:
         body = _decoder(kind).decode(data)
     except msgspec.ValidationError as error:
-        if _UNKNOWN not in str(error):
+        if _UNKNOWN not in str(error) and not _INTEGER_AS_FLOAT.search(str(error)):
             raise
         known = _known(_ANYTHING.decode(data), _described(kind), ignored, "")
         body = msgspec.convert(known, kind, str_keys=True)
@@ -115,15 +120,19 @@ _ANYTHING = msgspec.json.Decoder(float_hook=exact_number)
 def _known(value: Any, kind: inspect.Type, ignored: Names | None, at: str) -> Any:
     """Return ``value`` (decoded JSON) without the fields that the structs in ``kind`` lack.
 
-    Null fields are dropped; other unknown fields are dropped if ``ignored`` can take their names.
+    Null fields are dropped; other unknown fields are dropped if ``ignored`` can take their names. A float without a
+    fraction is an integer where ``kind`` is one.
     """
     match kind:
+        case inspect.IntType() if isinstance(value, float) and value.is_integer() and abs(value) <= _MOST_EXACT:
+            return int(value)
         case inspect.StructType() if isinstance(value, dict) and _is_of(value, kind):
             return _known_fields(value, kind, ignored, at)
         case inspect.ListType() if isinstance(value, list):
             return [_known(item, kind.item_type, ignored, f"{at}[]") for item in value]
         case inspect.UnionType():
-            for each in kind.types:
+            is_number = isinstance(value, float) and any(isinstance(each, inspect.FloatType) for each in kind.types)
+            for each in () if is_number else kind.types:
                 value = _known(value, each, ignored, at)
         case inspect.Metadata():
             return _known(value, kind.type, ignored, at)
@@ -153,15 +162,51 @@ def _decoder(kind: type[Struct]) -> msgspec.json.Decoder[Any]:
     return msgspec.json.Decoder(kind, float_hook=exact_number)
 
 
-def _invalid(message: str) -> InvalidRequest:
-    """Put msgspec's message in OpenAI's words, with its ``param``."""
-    problem = message.partition(" - at `")[0]
-    path = next(iter(_PATH.findall(message)), "").lstrip(".")
+def invalid(error: msgspec.ValidationError, kind: type, within: str = "") -> InvalidRequest:
+    """Put msgspec's error about a value of ``kind`` in OpenAI's words, with its ``param``.
+
+    ``within``: the name of the value, if it is a part of the body.
+    """
+    problem = str(error).partition(" - at `")[0]
+    inner = next(iter(_PATH.findall(str(error))), "")
+    path = f"{within}{inner}".lstrip(".")
     for start, said in _FIELD_PROBLEMS.items():
         if name := problem.partition(start)[2].rstrip("`"):
             field = f"{path}.{name}" if path else name
             return InvalidRequest(f"{said}: {field}", param=field)
+    if (found := _NO_CHOICE.fullmatch(problem)) and (choices := _choices(_described(kind), inner)):
+        problem = f"{found[1]} is not one of {', '.join(choices)}"
     return InvalidRequest(f"Invalid value for {path or 'the body'}: {problem}", param=path or None)
+
+
+def _choices(kind: inspect.Type, path: str) -> list[str]:
+    """Return the values that the field at ``path`` may have, where they are listed."""
+    kinds = _alternatives(kind)
+    for step in re.findall(r"[^.\[\]]+(?![^\[]*\])|\[", path):
+        kinds = [each for one in kinds for inner in _inner(one, step) for each in _alternatives(inner)]
+    return list(
+        dict.fromkeys(str(value) for each in kinds if isinstance(each, inspect.LiteralType) for value in each.values)
+    )
+
+
+def _alternatives(kind: inspect.Type) -> list[inspect.Type]:
+    match kind:
+        case inspect.UnionType(types=types):
+            return [each for one in types for each in _alternatives(one)]
+        case inspect.Metadata(type=inner):
+            return _alternatives(inner)
+    return [kind]
+
+
+def _inner(kind: inspect.Type, step: str) -> list[inspect.Type]:
+    """Return the kinds of the part of ``kind`` that a ``step`` of a path leads to."""
+    match kind:
+        case inspect.ListType(item_type=item) if step == "[":
+            return [item]
+        case inspect.StructType(tag_field=tag, fields=fields):
+            own: list[inspect.Type] = [inspect.LiteralType((kind.tag,))] if step == tag else []
+            return own + [field.type for field in fields if field.encode_name == step]
+    return []
 
 
 @functools.cache

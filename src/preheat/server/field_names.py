@@ -1,6 +1,7 @@
 """The engine's names of fields, in the errors of requests, become the names that the client sent.
 
-The ``spelled`` of a body lists for each such field the names that the body has for it, as paths.
+The ``spelled`` of a body lists for each such field the names that the body has for it, as paths. In ``tools[].name``
+the brackets stand for an item of the list.
 """
 
 from __future__ import annotations
@@ -16,6 +17,12 @@ from preheat.errors import PreheatError
 from preheat.server.schema import ForModel
 
 _SCOPE = "preheat.field_names"
+
+_ITEM = "[]."
+_CONSTRAINT = "structured_outputs"
+_CALL = re.compile(r"\$\.items\.anyOf\[(\d+)\]\.properties\.parameters")
+_OWN_REF = re.compile(r"#/items/anyOf/\d+/properties/parameters")
+"""Places in the schema of forced calls: of a tool's parameters, and of a reference within them."""
 
 Names = Mapping[str, str]
 """The client's names, by the engine's."""
@@ -53,13 +60,31 @@ def respelled(error: PreheatError, names: Names) -> PreheatError:
         return error
     message = error.message
     for engine, own in names.items():
-        # A plain word, such as stop, is a name only where a message begins with it.
-        pattern = _word(engine) if "_" in engine else re.compile(rf"\A{engine}(?![\w'])")
-        message = pattern.sub(own, message)
+        if engine == _CONSTRAINT and own == "tools":
+            message = _CALL.sub(r"tools[\1].function.parameters", _OWN_REF.sub("#", message))
+        message = _pattern(engine).sub(_last(own), message)
     if name is not None and rest.startswith(".") and name.rpartition(".")[2] != field:
         rest = ""  # the client's value has parts of its own
     param = error.param if name is None else f"{name}{rest}"
+    for engine, own in names.items():
+        if param is not None and _ITEM in engine:
+            param = _pattern(engine).sub(_last(own), param)
     return error if (message, param) == (error.message, error.param) else type(error)(message, param=param)
+
+
+def _pattern(name: str) -> re.Pattern[str]:
+    """Return the pattern of the engine's ``name`` in messages."""
+    if name == _CONSTRAINT:
+        return re.compile(rf"{_word(name).pattern}(?:\.(?:json_object|json|regex|choice|grammar|structural_tag)\b)?")
+    if _ITEM in name:
+        return re.compile(rf"(?<=\]\.){re.escape(_last(name))}(?!\w)")
+    # A plain word, such as stop, is a name only where a message begins with it.
+    return _word(name) if "_" in name else re.compile(rf"\A{name}(?![\w'])")
+
+
+def _last(name: str) -> str:
+    """Return the part of ``name`` within an item of a list; a name of no list stays."""
+    return name.rpartition(_ITEM)[2]
 
 
 def _split(param: str | None) -> tuple[str, str]:

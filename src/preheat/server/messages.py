@@ -18,13 +18,14 @@ from preheat.frontend.request_state import RequestState
 from preheat.server.answers import encode
 from preheat.server.blocks import BlocksWriter, call_arguments, named_event
 from preheat.server.body import interpreted, read_request
-from preheat.server.conversation import Conversation, prepared_talk, rendered, tool_choice
+from preheat.server.conversation import Conversation, check_tool_kind, prepared_talk, rendered, tool_choice
 from preheat.server.errors import anthropic_error
 from preheat.server.messages_schema import (
     CountRequest,
     InputMessage,
     MessageAnswer,
     MessagesRequest,
+    MessagesTool,
     MessagesUsage,
     OutputBlock,
     OutputText,
@@ -101,18 +102,18 @@ def _structured(body: CountRequest) -> StructuredOutputsParams | None:
 
 
 def _tools(body: CountRequest) -> list[dict[str, Any]]:
-    """Return the tools in the form of chats, for chat templates."""
-    return [
-        {
-            "type": "function",
-            "function": {
-                "name": tool.name,
-                **({} if tool.description is None else {"description": tool.description}),
-                "parameters": tool.input_schema,
-            },
-        }
-        for tool in body.tools or ()
-    ]
+    """Return the tools in the form of chats, for chat templates. Raises InvalidRequest for a tool of a server."""
+    return [_nested(tool, f"tools[{place}]") for place, tool in enumerate(body.tools or ())]
+
+
+def _nested(tool: MessagesTool, param: str) -> dict[str, Any]:
+    if tool.type not in (None, "custom"):
+        check_tool_kind(tool.type, param)
+    if tool.input_schema is None:
+        raise InvalidRequest(f"Missing required parameter: {param}.input_schema", param=f"{param}.input_schema")
+    given = {"description": tool.description, "strict": tool.strict}
+    said = {name: value for name, value in given.items() if value is not None}
+    return {"type": "function", "function": {"name": tool.name, **said, "parameters": tool.input_schema}}
 
 
 def _choice(body: CountRequest) -> ToolChoice:
@@ -134,20 +135,20 @@ def _plain(message: InputMessage, at: str) -> list[dict[str, Any]]:
     """
     if isinstance(message.content, str):
         return [{"role": message.role, "content": message.content}]
-    told, texts, thought = [], [], ""
+    told, texts, thinking = [], [], list[str]()
     plain: dict[str, Any] = {"role": message.role}
     for place, block in enumerate(message.content):
         match block:
             case TextBlock():
                 texts.append(block.text)
             case ThinkingBlock():
-                thought = block.thinking
+                thinking.append(block.thinking)
             case ToolUseBlock():
                 call = call_of(block.id, block.name, block.input, f"{at}.content[{place}]")
                 plain["tool_calls"] = [*plain.get("tool_calls", ()), call]
             case ToolResultBlock():
                 told.append({"role": "tool", "tool_call_id": block.tool_use_id, "content": _text(block.content or "")})
-    plain["content"] = "\n".join(texts)
+    plain["content"], thought = "\n".join(texts), "\n".join(thinking)
     if texts or thought or "tool_calls" in plain or not told:
         told.append(plain | thoughts(plain, thought))
     return told

@@ -54,13 +54,13 @@ class InputMessage(Struct, forbid_unknown_fields=True):
 
 @accepted("cache_control eager_input_streaming")
 class MessagesTool(Struct, forbid_unknown_fields=True):
-    """A function that the model may call."""
+    """A function that the model may call: a tool of type ``custom``, or without a type."""
 
     name: str
-    input_schema: dict[str, Any]
+    input_schema: dict[str, Any] | None = None
     description: str | None = None
     strict: bool | None = None
-    type: Annotated[Any, only("custom")] = None
+    type: str | None = None
 
 
 class MessagesToolChoice(Struct, forbid_unknown_fields=True):
@@ -109,6 +109,8 @@ class CountRequest(ForModel, kw_only=True):
     spelled: ClassVar[Spelled] = {
         "prompt": ("messages",),
         "structured_outputs": ("output_config.format", "output_format", "tools"),
+        "tools[].function.name": ("tools[].name",),
+        "tools[].function.parameters": ("tools[].input_schema",),
     }
 
     messages: list[InputMessage]

@@ -76,7 +76,7 @@ async def responses(request: Request) -> ASGIApp:
         talk = _talk(body, [*previous, *_messages(body.input, ignored)])
         asked = _asked_choice(body)
         talk.tools = allowed_tools(talk.tools, asked)
-        return talk, tool_choice(talk.tools, asked, body.parallel_tool_calls), _params(frontend, body)
+        return talk, tool_choice(talk.tools, asked, body.parallel_tool_calls), _params(frontend, body, ignored)
 
     talk, choice, params = await interpreted(request, asked)
     ignore(request, ignored or ())
@@ -116,7 +116,10 @@ def _said_before(store: ResponseStore, id: str) -> list[dict[str, Any]]:
 
     Raises NotFound for an unknown id, and InvalidRequest if the response has not ended.
     """
-    kept = store.get(id)
+    try:
+        kept = store.get(id)
+    except NotFound as error:
+        raise NotFound(error.message, param="previous_response_id") from error
     if not kept.ended:
         raise InvalidRequest(f"the response {id!r} has not ended yet: try again later", param="previous_response_id")
     return kept.messages
@@ -193,13 +196,17 @@ def _nested(tool: dict[str, Any]) -> dict[str, Any]:
     return {"type": "function", "function": function}
 
 
-def _params(frontend: Frontend, body: ResponsesRequest) -> SamplingParams:
+def _params(frontend: Frontend, body: ResponsesRequest, ignored: Names | None) -> SamplingParams:
     given = sampling_fields(body)
     asked = _structured(body.text.format) if body.text and body.text.format else None
     given["structured_outputs"] = the_one({"text.format": asked, "structured_outputs": given["structured_outputs"]})
     if LOGPROBS in (body.include or ()):
         frontend.input.checker.check_logprobs(body.top_logprobs, "top_logprobs")
         given["logprobs"] = body.top_logprobs or 0
+    elif body.top_logprobs and ignored is None:
+        raise InvalidRequest(f'top_logprobs needs "{LOGPROBS}" in include', param="top_logprobs")
+    elif body.top_logprobs and ignored is not None:
+        ignored["top_logprobs"] = None
     return frontend.input.params(**given, max_tokens=body.max_output_tokens)
 
 
@@ -226,9 +233,10 @@ def _messages(given: str | Sequence[dict[str, Any]], ignored: Names | None = Non
     for place, raw in enumerate(given):
         item = _item(raw, f"input[{place}]", ignored)
         if isinstance(item, FunctionOutputItem):
-            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": _text(item.output)})
+            content = _text(item.output, f"input[{place}].output")
+            messages.append({"role": "tool", "tool_call_id": item.call_id, "content": content})
         elif isinstance(item, MessageItem) and item.role != "assistant":
-            messages.append({"role": item.role, "content": _text(item.content)})
+            messages.append({"role": item.role, "content": _text(item.content, f"input[{place}].content")})
         else:
             _add_to_turn(messages, item, f"input[{place}]")
     return [message | thoughts(message, message.get("reasoning")) for message in messages]
@@ -242,8 +250,19 @@ def _item(raw: dict[str, Any], param: str, ignored: Names | None) -> Item:
     return converted(given, ITEMS[kind], ignored, "input[]", param)
 
 
-def _text(content: str | Sequence[TextPart | ReasoningText]) -> str:
-    return content if isinstance(content, str) else "\n".join(part.text for part in content)
+def _text(content: str | Sequence[TextPart], param: str) -> str:
+    """Return the text of a ``content``, which errors call ``param``."""
+    if isinstance(content, str):
+        return content
+    return "\n".join(_text_of(part, f"{param}[{place}]") for place, part in enumerate(content))
+
+
+def _text_of(part: TextPart, param: str) -> str:
+    name = "refusal" if part.type == "refusal" else "text"
+    text: str | None = getattr(part, name)
+    if text is None:
+        raise InvalidRequest(f"Missing required parameter: {param}.{name}", param=f"{param}.{name}")
+    return text
 
 
 def _add_to_turn(messages: list[dict[str, Any]], item: Item, param: str) -> None:
@@ -256,12 +275,13 @@ def _add_to_turn(messages: list[dict[str, Any]], item: Item, param: str) -> None
     turn = messages[-1]
     match item:
         case MessageItem():
-            turn["content"] = _text(item.content)
+            turn["content"] = _text(item.content, f"{param}.content")
         case FunctionCallItem():
             call = call_of(item.call_id, item.name, item.arguments, param)
             turn["tool_calls"] = [*turn.get("tool_calls", ()), call]
         case ReasoningItem():
-            turn |= {"reasoning": thought} if (thought := _text(item.content or [])) else {}
+            thought = "\n".join(part.text for part in item.content or ())
+            turn |= {"reasoning": thought} if thought else {}
 
 
 def _said(message: dict[str, Any]) -> bool:

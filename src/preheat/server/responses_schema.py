@@ -87,6 +87,8 @@ class ResponsesRequest(ForModel, kw_only=True):
         "prompt": ("input",),
         "messages": ("input",),
         "structured_outputs": ("structured_outputs", "text.format", "tools"),
+        "tools[].function.name": ("tools[].name",),
+        "tools[].function.parameters": ("tools[].parameters",),
     }
 
     input: str | list[dict[str, Any]]
@@ -113,10 +115,11 @@ class ResponsesRequest(ForModel, kw_only=True):
 
 
 class TextPart(Struct, forbid_unknown_fields=True):
-    """A part of a message's content; only parts with text are supported."""
+    """A part of a message's content; only parts with text are supported. A refusal has its text in ``refusal``."""
 
-    type: Literal["input_text", "output_text", "text"]
-    text: str
+    type: Literal["input_text", "output_text", "text", "refusal"]
+    text: str | None = None
+    refusal: str | None = None
     annotations: list[Any] | None = None
     logprobs: list[Any] | None = None
 

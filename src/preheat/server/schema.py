@@ -273,10 +273,15 @@ class VideoUrl(Struct, forbid_unknown_fields=True):
 
 @rejected("input_audio file")
 class ContentPart(Struct, forbid_unknown_fields=True):
-    """A part of a message. ``video`` are the URLs of a video's frames, and a second has ``fps`` of them."""
+    """A part of a message.
+
+    A text has the type ``text``, ``input_text`` or ``output_text``; a ``refusal`` is a text of the model. ``video`` are
+    the URLs of a video's frames, and a second has ``fps`` of them.
+    """
 
     type: str
     text: str | None = None
+    refusal: str | None = None
     image_url: ImageUrl | None = None
     video_url: VideoUrl | None = None
     video: list[str] | None = None
@@ -299,9 +304,12 @@ class ToolCall(Struct, forbid_unknown_fields=True):
     index: int | None = None
 
 
-@rejected("function_call audio refusal")
+@rejected("function_call audio")
 class Message(Struct, forbid_unknown_fields=True):
-    """A message of a conversation. ``reasoning`` and ``reasoning_content`` are two names of one field."""
+    """A message of a conversation. ``reasoning`` and ``reasoning_content`` are two names of one field.
+
+    A ``refusal`` is one more text of the content.
+    """
 
     role: str
     content: str | list[ContentPart] | None = None
@@ -310,6 +318,7 @@ class Message(Struct, forbid_unknown_fields=True):
     tool_call_id: str | None = None
     reasoning: str | None = None
     reasoning_content: str | None = None
+    refusal: str | None = None
     annotations: Annotated[Any, only([])] = None
 
 

@@ -1,4 +1,4 @@
-"""Number of values in a JSON text, and digits of its numbers, counted before the text is decoded.
+"""Number of values in a JSON text, its levels, and digits of its numbers, counted before the text is decoded.
 
 A decoder holds Python's lock until it is done, so no other thread runs. Its time depends on the number of objects that
 it makes, and on the digits of numbers that do not fit 64 bits. Counting takes milliseconds for 16 MB, in numpy's loops;
@@ -28,13 +28,16 @@ SHORT_DIGITS = 19
 MOST_DIGITS = 2**15
 """Most digits of a body behind the first :data:`SHORT_DIGITS` of their numbers, all numbers together."""
 
+MOST_DEPTH = 256
+"""Most lists and objects within each other; code that walks through a body calls itself for each."""
+
 _CHUNK = 1 << 18
 """Bytes that are counted together, so that their masks stay in a processor's cache."""
 
 _QUOTE, _BACKSLASH, _COMMA, _COLON = b'"\\,:'
 _ZERO, _NINE = b"09"
-_OPEN, _LOWER = ord("{"), 0x20
-"""With this bit, ``[`` is ``{``; no other byte is."""
+_OPEN, _CLOSE, _LOWER = *b"{}", 0x20
+"""With the last bit, ``[`` is ``{`` and ``]`` is ``}``; no other bytes are."""
 
 
 class JsonSize(NamedTuple):
@@ -42,20 +45,25 @@ class JsonSize(NamedTuple):
 
     ``values``: their greatest possible number. Each value but the first follows a comma or an opening bracket.
     ``containers``: the lists and objects among them. ``members``: the values with names, in objects. ``digits``: the
-    digits that follow at least :data:`SHORT_DIGITS` others in a number.
+    digits that follow at least :data:`SHORT_DIGITS` others in a number. ``depth``: the most lists and objects within
+    each other, where there are more than :data:`MOST_DEPTH` of them.
     """
 
     values: int
     containers: int
     members: int
     digits: int
+    depth: int
 
 
 def check_size(text: bytes, what: str, most: int = MOST_VALUES, param: str | None = None) -> None:
-    """Raise InvalidRequest if ``what``, the JSON in ``text``, has too many values or digits to be decoded."""
-    if len(text) <= MOST_CONTAINERS:
+    """Raise InvalidRequest if ``what``, the JSON in ``text``, has too many values, levels or digits to be decoded."""
+    if len(text) <= MOST_CONTAINERS and text.count(b"[") + text.count(b"{") <= MOST_DEPTH:
         return
     size = json_size(text)
+    if size.depth > MOST_DEPTH:
+        levels = f"{MOST_DEPTH} lists and objects within each other"
+        raise InvalidRequest(f"{what} is nested too deeply: at most {levels} are allowed", param=param)
     for count, limit, name in (
         (size.values, most, "values"),
         (size.members, MOST_VALUES, "values with names"),
@@ -71,6 +79,7 @@ def check_size(text: bytes, what: str, most: int = MOST_VALUES, param: str | Non
 def json_size(text: bytes) -> JsonSize:
     """Return the size of a JSON ``text``; of any other text, some number."""
     values, containers, members, digits, inside, escape = 1, 0, 0, 0, False, False
+    level = depth = 0  # lists and objects that are open, now and at most
     before = np.zeros(SHORT_DIGITS, bool)  # whether the last bytes of the chunk before are digits
     for start in range(0, len(text), _CHUNK):
         chunk = np.frombuffer(text, np.uint8, min(_CHUNK, len(text) - start), start)
@@ -81,14 +90,19 @@ def json_size(text: bytes) -> JsonSize:
             quotes &= ~escaped
         outside = np.logical_xor.accumulate(quotes) == inside
         inside = bool(outside[-1]) is False
-        opened = int(np.count_nonzero(((chunk | _LOWER) == _OPEN) & outside))
+        brackets = chunk | _LOWER
+        opens, closes = (brackets == _OPEN) & outside, (brackets == _CLOSE) & outside
+        opened = int(np.count_nonzero(opens))
         containers += opened
+        if containers > MOST_DEPTH:
+            depth = max(depth, level + int(np.cumsum(opens.view(np.int8) - closes, dtype=np.int32).max()))
+        level += opened - int(np.count_nonzero(closes))
         values += opened + int(np.count_nonzero((chunk == _COMMA) & outside))
         members += int(np.count_nonzero((chunk == _COLON) & outside))
         numeric = np.concatenate((before, (chunk - _ZERO <= _NINE - _ZERO) & outside))
         before = numeric[-SHORT_DIGITS:]
         digits += int(np.count_nonzero(_after_others(numeric)))
-    return JsonSize(values, containers, members, digits)
+    return JsonSize(values, containers, members, digits, depth)
 
 
 def _after_others(numeric: np.ndarray) -> np.ndarray:
