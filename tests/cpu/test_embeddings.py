@@ -314,9 +314,11 @@ def test_options_that_exclude_pooling_are_refused(checkpoint):
         vectors(llm, [[1] * 256])
 
 
-def test_sums_are_of_the_states_that_are_read():
+@pytest.mark.parametrize("on_host", [True, False])
+def test_sums_are_of_the_states_that_are_read(on_host):
     """States may come in float32 of a model in bfloat16: each is rounded before it is added."""
-    host = SimpleNamespace(device="cpu", host_copy=torch.zeros_like, event=HostEvent, sum_rows=sum_rows)
+    facts = SimpleNamespace(on_host=on_host)
+    host = SimpleNamespace(device="cpu", host_copy=torch.zeros_like, event=HostEvent, sum_rows=sum_rows, facts=facts)
     pooler = Pooler(host, SimpleNamespace(max_num_seqs=2, max_sampled=40), 32, torch.bfloat16)
     states = torch.randn(40, 32, generator=torch.Generator().manual_seed(0))
     pooler.report(states)

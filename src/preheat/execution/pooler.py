@@ -48,7 +48,7 @@ class Pooler:
         self._host_sums = [backend.host_copy(self._sums) for _ in range(HOST_COPIES)]
         self._bounds = torch.zeros(texts + 1, dtype=torch.int32, device=device)
         self._host_bounds = [backend.host_copy(self._bounds) for _ in range(HOST_COPIES)]
-        self._on_host = torch.device(device).type == "cpu"
+        self._on_host = backend.facts.on_host
         self._of_texts = cache(self._views)
 
     def describe(self, turn: int, step: SamplingInput, slots: np.ndarray) -> None:
