@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import ast
 from itertools import combinations, product
+from typing import get_args
 
 import pytest
 
+from preheat.backends.base.facts import Mode
 from preheat.backends.registry import FACTS
 from preheat.errors import SettingsError
 from preheat.ops.kinds import Scheme
-from preheat.plan.modes import MODES
 from preheat.settings import OPTIONS
 from preheat.settings.combinations import ROWS, TRAITS, Refused, Row, Trait, Works, check, pairs
 from tests.meta.source import ROOT
@@ -56,7 +57,7 @@ def test_tests_that_are_named_exist(test):
 def test_names_are_options_modes_and_kinds():
     assert {name for row in ROWS for name in (row.left + " " + row.right).split()} <= TRAITS.keys()
     assert {trait.option for trait in TRAITS.values()} - {""} <= OPTIONS.keys()
-    assert set(MODES) <= TRAITS.keys()
+    assert set(get_args(Mode)) <= TRAITS.keys()
     schemes = product(("fp8", "int8", "int4"), (None, "token"))
     kinds = {Scheme(code=code, scales="channel", activations=inputs).kind for code, inputs in schemes}
     assert kinds - {"w4a8"} <= TRAITS.keys()

@@ -59,7 +59,7 @@ def spec_of(family: str = "Llama", **changes: Any) -> ModelSpec:
 def test_a_plain_config():
     spec = spec_of()
     assert (spec.head_dim, spec.num_kv_heads, spec.final_norm.eps, spec.dtype) == (16, 2, 1e-6, "bfloat16")
-    assert (spec.eos_ids, spec.bos_id) == ((7, 8), 1)
+    assert spec.eos_ids == (7, 8)
     assert spec.layers[0].attention.rope == RopeSpec(kind="default", theta=10000.0, original_length=512)
     assert spec.layer_windows == (None,) * 4
     assert not any(linear.bias for _, linear in spec.linears())

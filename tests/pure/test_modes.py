@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 from dataclasses import replace
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from preheat.backends.base.facts import Mode
 from preheat.backends.cpu import facts as cpu_facts
 from preheat.backends.registry import FACTS
 from preheat.errors import SettingsError
-from preheat.plan.modes import BY_BRIDGE, MODES, asked, resolve
+from preheat.plan.modes import BY_BRIDGE, asked, resolve
 from preheat.settings import OPTIONS, Settings
 
+MODES = get_args(Mode)
 PAGE = Path(__file__).parents[2] / "docs" / "execution-modes.md"
 EVERYTHING = [
     {"execution_mode": mode, "lazy_mode": lazy, "enforce_eager": eager}

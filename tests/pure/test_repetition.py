@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preheat.core import MAX_PATTERN, RepetitionDetectionParams, SamplingParams
+from preheat.core import RepetitionDetectionParams, SamplingParams
+from preheat.core.constraints import MAX_PATTERN
 from preheat.errors import InvalidRequest
 from preheat.frontend.params_checker import check_params
 from preheat.frontend.repetition import RepetitionChecker, checker_of

@@ -20,7 +20,7 @@ from preheat.core.commands import (
     UnloadAdapter,
     Wake,
 )
-from preheat.core.constraints import MAX_PATTERN, RepetitionDetectionParams, StructuredOutputsParams
+from preheat.core.constraints import RepetitionDetectionParams, StructuredOutputsParams
 from preheat.core.reports import (
     AdapterReport,
     Declined,
@@ -58,7 +58,6 @@ from preheat.core.sampling import (
     SAMPLING_FIELDS,
     Level,
     RequestOutputKind,
-    SamplingField,
     SamplingParams,
 )
 from preheat.core.stats import AuditStats, GrammarStats, KvTransferStats, Stats
@@ -81,9 +80,9 @@ __all__ = [
     "AdapterReport", "Ask", "AuditStats", "BACKGROUND_PRIORITY", "BlockSource", "CALLERS_FIELDS", "Cancel",
     "Command", "Declined", "Delta", "Died", "Drain", "EngineState", "Finish", "FinishReason", "FromEngine",
     "GrammarStats", "Image", "ImageSpan", "KvTransferStats", "Leaving", "Level", "LoadAdapter", "MAX_LOGIT_BIAS",
-    "MAX_LOGPROB_IDS", "MAX_PATTERN", "MAX_STOP_IDS", "NO_PERSISTENT_BATCH", "OWN_ID", "Outcome", "PIECE", "POOLS",
+    "MAX_LOGPROB_IDS", "MAX_STOP_IDS", "NO_PERSISTENT_BATCH", "OWN_ID", "Outcome", "PIECE", "POOLS",
     "Plain", "Progress", "Ready", "RepetitionDetectionParams", "Report", "Request", "RequestOutputKind",
-    "ResetPrefixCache", "Resume", "SAMPLING_FIELDS", "SamplingField", "SamplingParams", "Schedule", "Segment", "Stats",
+    "ResetPrefixCache", "Resume", "SAMPLING_FIELDS", "SamplingParams", "Schedule", "Segment", "Stats",
     "StepImages", "StepResult", "StepStates", "StructuredOutputsParams", "Swaps", "Thinking", "ToEngine",
     "TokenLogprobs", "Transfer", "UnloadAdapter", "Wake", "in_background", "marked", "own_states", "unmarked",
 ]  # fmt: skip

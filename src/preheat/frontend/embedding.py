@@ -145,7 +145,7 @@ def _normalized(vectors: np.ndarray) -> np.ndarray:
     return found
 
 
-def class_numbers(state: RequestState, pooling: Pooling, activate: bool | None = None) -> np.ndarray:
+def class_numbers(state: RequestState, pooling: Pooling, activate: bool | None) -> np.ndarray:
     """Return the numbers of a finished request's classes, fp32 [classes].
 
     ``activate`` None: as ``pooling`` says. An activation is computed in float64 and rounded once.

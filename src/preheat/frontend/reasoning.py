@@ -90,7 +90,7 @@ class ReasoningFormat:
         starts, ends = self.marks.others
         return TextMarks((self.marks.start, *starts), (self.marks.end, *ends))
 
-    def phase_behind(self, prompt: str, continued: str = "") -> Phase:
+    def phase_behind(self, prompt: str, continued: str) -> Phase:
         """Return how the answer to ``prompt`` begins.
 
         The end of the prompt may open or close the reasoning. So may any mark in the message ``continued`` there.

@@ -95,7 +95,7 @@ class Grammars:
     ) -> None:
         self.backend, self.preloads, self.config, self._seconds = backend, preloads, config, seconds
         self.stats = GrammarStats()
-        self._compilers = _deep_threads(compilers(), "grammar-compiler")
+        self._compilers = _deep_threads(compilers())
         self._masks = ThreadPoolExecutor(1, "grammar-masks")
         self._kept: OrderedDict[bytes, _Kept] = OrderedDict()
         self._kept_bytes = 0
@@ -247,12 +247,12 @@ class Grammars:
         self.stats = GrammarStats()
 
 
-def _deep_threads(count: int, name: str) -> ThreadPoolExecutor:
+def _deep_threads(count: int) -> ThreadPoolExecutor:
     """Return a pool of threads with stacks of `STACK` bytes.
 
     The threads start here: the size of the stack is a setting of the whole process.
     """
-    pool, started = ThreadPoolExecutor(count, name), threading.Barrier(count)
+    pool, started = ThreadPoolExecutor(count, "grammar-compiler"), threading.Barrier(count)
     before = threading.stack_size(STACK)
     try:
         wait([pool.submit(started.wait) for _ in range(count)])

@@ -44,9 +44,7 @@ def adapter_reader(model: LoadedModel) -> ReadPacked:
     return read
 
 
-def open_adapters(
-    settings: Settings, model: LoadedModel, share: Callable[[ReadPacked], ReadPacked] = lambda read: read
-) -> Adapters | str:
+def open_adapters(settings: Settings, model: LoadedModel, share: Callable[[ReadPacked], ReadPacked]) -> Adapters | str:
     """Return the adapters served from the start, or the reason for none.
 
     ``share`` makes all ranks read the adapters that one rank reads. Raises the errors of reading an adapter.

@@ -36,8 +36,6 @@ FP8: Mapping[str, KVDtype] = {
 SAME = {"float16": "bfloat16"}
 """Dtypes that run as another dtype."""
 
-CHOICES = ("auto", *FP8, "bfloat16", "float16", "float32")
-
 STORED = re.compile(r".*\.([kvq]_scale|kv_scale|prob_scale|(k|v)_proj\.output_scale)")
 """Names of a checkpoint's scales for attention.
 

@@ -138,12 +138,12 @@ class ModelSpec:
 
     ``head`` returns the logits; if embeddings are tied its only part is the embedding's module. Without a head (None)
     the output is the hidden states after the final norm, see :func:`without_head`. ``max_position_embeddings`` is the
-    longest sequence, rope scaling included. ``dtype`` is the checkpoint's. ``eos_ids`` end a sequence; ``bos_id``
-    begins one if the tokenizer says so. ``positions`` are learned and added to the embeddings, and so are ``types``,
-    the parts of a pair of texts. ``renames`` are the other layouts of the family's checkpoints. ``ignored`` are regular
-    expressions; a tensor is no weight if its whole name matches one. ``vision`` is for models that see images. The
-    fields ``elsewhere`` have sizes but no weights here: another stage of a pipeline has them. ``pools_first``: a text
-    is sampled at its first token in place of its last. The layers of ``pooled_head`` follow a text's state.
+    longest sequence, rope scaling included. ``dtype`` is the checkpoint's. ``eos_ids`` end a sequence.
+    ``positions`` are learned and added to the embeddings, and so are ``types``, the parts of a pair of texts.
+    ``renames`` are the other layouts of the family's checkpoints. ``ignored`` are regular expressions; a tensor is no
+    weight if its whole name matches one. ``vision`` is for models that see images. The fields ``elsewhere`` have sizes
+    but no weights here: another stage of a pipeline has them. ``pools_first``: a text is sampled at its first token in
+    place of its last. The layers of ``pooled_head`` follow a text's state.
     ``distances`` are biases of the attention of all layers. ``inputs`` are made for each layer. ``task`` is added to
     the weights as they are read.
     """
@@ -156,7 +156,6 @@ class ModelSpec:
     head: LinearSpec | None
     max_position_embeddings: int
     eos_ids: tuple[int, ...]
-    bos_id: int | None
     dtype: Dtype
     positions: EmbeddingSpec | None = None
     types: EmbeddingSpec | None = None

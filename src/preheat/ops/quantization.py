@@ -182,7 +182,7 @@ def token_scales(greatest: Tensor) -> Tensor:
     return (greatest / E4M3_MAX).clamp_(min=LEAST_SCALE)
 
 
-def activation_scales(x: Tensor, kind: ActivationScales, static: Tensor | None = None) -> Tensor:
+def activation_scales(x: Tensor, kind: ActivationScales, static: Tensor | None) -> Tensor:
     """Return the scales of ``x`` [tokens, inputs]: fp32 [tokens, groups]; one group except for kind "block"."""
     if kind == "static":
         assert static is not None

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, get_args
+from typing import Any
 
 from preheat.backends.base.facts import Facts, Mode
 from preheat.errors import SettingsError
@@ -16,8 +16,6 @@ from preheat.utils.environment import warn
 from preheat.utils.kv_transfer import kv_transfer
 
 logger = logging.getLogger(__name__)
-
-MODES: tuple[Mode, ...] = get_args(Mode)
 
 BY_BRIDGE: Mapping[tuple[bool | None, bool], Mode | None] = {
     (None, False): None,

@@ -40,7 +40,7 @@ class Padding:
         return asdict(self) | {"mean": round(self.mean, 6), "worst": round(self.worst, 6)}
 
 
-def padding_by_phase(dispatcher: Dispatcher, *, context: bool = True) -> dict[str, Padding]:
+def padding_by_phase(dispatcher: Dispatcher, *, context: bool) -> dict[str, Padding]:
     """Return the padding of each phase, fallbacks included.
 
     With ``context`` contexts are padded too.

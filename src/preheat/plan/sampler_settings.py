@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
-from preheat.core import SAMPLING_FIELDS, Level, SamplingParams
+from preheat.core import Level, SamplingParams
 
 _GAUDI = ((0.0, 1.0, 0), (1.0, 1.0, 0), (0.7, 0.9, 50), (0.3, 0.95, 20), (1.2, 0.8, 100), (0.8, 0.85, 0))
 
@@ -64,6 +64,3 @@ POOLER_SETTINGS = (
 
 They ask for reports of last tokens, and of all tokens of a prompt.
 """
-
-NOT_SAMPLED = frozenset(name for name, field in SAMPLING_FIELDS.items() if field.acts != "sampler")
-"""Fields of SamplingParams that sampling code does not read. Every other field is in a setting."""

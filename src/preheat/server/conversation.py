@@ -97,7 +97,7 @@ async def prepared_talk(
     *,
     cache_salt: str = "",
     priority: int = 0,
-    cap_length: bool = True,
+    cap_length: bool,
 ) -> tuple[RequestState, AnswerFormat]:
     """Return the checked request for a conversation, and the format of its answers."""
     if choice.mode == "none" and request.app.state.service.settings.exclude_tools_when_tool_choice_none:

@@ -82,9 +82,7 @@ def _neutral(name: str) -> tuple[object, ...]:
     return {"top_k": (0, -1), "min_p": (0.0,), "repetition_penalty": (1.0,)}.get(name, ())
 
 
-def verify_server(
-    url: str, size: Size, prompts: Sequence[Prompt] | None = None, api_key: str | None = None
-) -> Iterator[PathResult]:
+def verify_server(url: str, size: Size, prompts: Sequence[Prompt] | None, api_key: str | None) -> Iterator[PathResult]:
     """Yield the paths that a client can cause in a server.
 
     Raises PreheatError for unexpected answers.

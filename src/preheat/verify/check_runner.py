@@ -336,7 +336,7 @@ class CheckRunner:
         self.slots.cached_len[schedule.slots] += schedule.extend
         return logits
 
-    def swap_sizes(self, slot: int, *, every: bool = False) -> list[int]:
+    def swap_sizes(self, slot: int, *, every: bool) -> list[int]:
         """Return the swap sizes that can move the blocks of ``slot``.
 
         They are the least size, and larger sizes that free blocks can fill. Without graphs no size is a program of its

@@ -169,7 +169,7 @@ def _shown(options: dict[str, Any], folder: Path) -> list[str]:
     return [f"{name}={value}".replace(f"{folder}/", "") for name, value in options.items()]
 
 
-def random_prompts(draw: random.Random, vocab_size: int, longest: int, names: Sequence[str] = ()) -> list[Prompt]:
+def random_prompts(draw: random.Random, vocab_size: int, longest: int, names: Sequence[str]) -> list[Prompt]:
     """Return 5 to 25 prompts of up to ``longest`` tokens.
 
     Some have the beginning of an earlier one. Each has one of the adapters ``names`` or, as often, none.

@@ -111,7 +111,7 @@ def with_settings(prompts: Sequence[list[int]], outputs: int) -> list[Prompt]:
     return found
 
 
-def as_pooled(prompts: Sequence[Prompt], *, of_tokens: bool = False) -> list[Prompt]:
+def as_pooled(prompts: Sequence[Prompt], *, of_tokens: bool) -> list[Prompt]:
     """Return ``prompts`` for an engine that pools.
 
     They ask in turn for the mean, for the last token, and with ``of_tokens`` for all tokens. The state, or each of

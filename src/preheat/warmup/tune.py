@@ -21,7 +21,7 @@ from preheat.settings import Settings
 from preheat.utils.caches import cache_root
 
 
-def tune_model(settings: Settings, output: str | None = None, seconds: float | None = None) -> str:
+def tune_model(settings: Settings, output: str | None, seconds: float | None) -> str:
     """Measure the layers of ``settings.model``.
 
     Returns where the table is: in ``output``, or in the boots' folder. Ends after about ``seconds`` with the results so

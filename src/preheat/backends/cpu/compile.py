@@ -47,7 +47,7 @@ class Regional:
         return program
 
 
-def region_builder(mode: Mode, cache: Path | None = None) -> Callable[[Region], Region]:
+def region_builder(mode: Mode, cache: Path | None) -> Callable[[Region], Region]:
     """Return the function that builds a decoder's regions in ``mode``.
 
     It keeps them in ``cache``, unless the environment names another place. Raises SettingsError if it finds no

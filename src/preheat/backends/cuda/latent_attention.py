@@ -21,7 +21,7 @@ from torch import Tensor
 
 from preheat.backends.cuda.attention_tile import blocks_of, claim, key_offsets, merge, nothing, weigh
 from preheat.backends.cuda.attention_values import ANY_ROWS, LOG2_E, Latents, Pieces, Places, Rows, Workspace
-from preheat.backends.cuda.card import PORTABLE, Card
+from preheat.backends.cuda.card import Card
 from preheat.backends.cuda.device import card_at
 from preheat.backends.cuda.launch import begin, options, processors
 from preheat.backends.cuda.paged_attention import (
@@ -61,7 +61,7 @@ TWO_STAGES = 114_000
 """Least room in shared memory for 32 rows of queries and two stages of entries."""
 
 
-def latent_config(heads: int, queries: int, dtype: torch.dtype, card: Card = PORTABLE) -> AttentionConfig:
+def latent_config(heads: int, queries: int, dtype: torch.dtype, card: Card) -> AttentionConfig:
     """Return the layout for tiles of ``queries`` tokens on ``card``.
 
     A program of 16 rows leaves registers and shared memory to another one, and so a decoding row of 20 heads is two
@@ -236,7 +236,7 @@ def latent_attention(
     latents: Latents,
     rows: Rows = ANY_ROWS,
     *,
-    mode: int = DECODE,
+    mode: int,
     config: AttentionConfig | None = None,
 ) -> None:
     """Attention over latent vectors; the result goes to the tokens' rows of ``out``.

@@ -39,7 +39,7 @@ from preheat.backends.cuda.matmul.gemm import Gated, experts_product, experts_sp
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.layer import stored
 from preheat.backends.cuda.matmul.weights import DeviceWeight, PlainWeight, Weight
-from preheat.backends.cuda.moe_route import NO_SCALES, Arrangement, Scales, arrange, by_slots, combine, spread
+from preheat.backends.cuda.moe_route import Arrangement, Scales, arrange, by_slots, combine, spread
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_parts, silu_and_quantize
 from preheat.ops.kinds import Activation
@@ -72,14 +72,14 @@ class Apart(NamedTuple):
 
 def experts_forward(
     config: ExpertsConfig, x: Rows, logits: Tensor, gate_up: Weight, down: Weight, routing: Routing, counts: Tensor,
-    adding: Adding | None = None, between: Apart | None = None, scales: Scales = NO_SCALES,
+    adding: Adding | None = None, between: Apart | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the outputs of the experts for ``x`` [tokens, hidden] by the kernels of ``config``.
 
     ``counts`` are as for :func:`arrange`. ``adding`` adds terms to the outputs of both layers, before the activation
     and before rows are weighted. Experts with an activation ``between`` their layers have no terms.
     """
-    arrangement = arrange(logits, routing, config.block, counts, scales)
+    arrangement = arrange(logits, routing, config.block, counts)
     return combine(experts_rows(config, x, gate_up, down, arrangement, adding, between), arrangement)
 
 

@@ -56,7 +56,7 @@ def words_of(scales: Tensor, splits: int) -> Tensor:
     return words.view(LARGE_WORDS) if large else words
 
 
-def _e2m1(high: bool, large: bool = False) -> str:
+def _e2m1(high: bool, large: bool) -> str:
     """Return the assembly that makes numbers of four codes in a word, A and B or, if ``high``, C and D; scaled.
 
     See :func:`mixed`. The bits of e2m1 are the highest bits of a number of bfloat16 that is 2**126 times smaller. Bits

@@ -228,7 +228,7 @@ def _guess(shape: ExpertsShape, tokens: int, *, hopper: bool) -> ExpertsConfig:
             return _powers_experts(0 if alone else slots / shape.num_experts, hopper)
         rows = 16 if slots <= 16 * shape.num_experts else 64
         deep = 256 if alone and whole_groups(shape.scheme) else 128
-        tiles = (_codes_expert(layer, rows, deep, 4) for layer in (shape.gate_up, shape.down))
+        tiles = (_codes_expert(layer, rows, deep) for layer in (shape.gate_up, shape.down))
         return ExpertsConfig(1 if alone else rows, *tiles)
     if shape.dtype != torch.bfloat16:
         return ExpertsConfig(1 if alone else PLAIN[shape.dtype].block, *PLAIN[shape.dtype][1:])
@@ -245,10 +245,10 @@ def _guess(shape: ExpertsShape, tokens: int, *, hopper: bool) -> ExpertsConfig:
     return ExpertsConfig(128, Wide(256, 128, 4), Wide(128, 128, 6) if mean <= 1024 else Wide(256, 128, 4))
 
 
-def _codes_expert(layer: LinearShape, rows: int, deep: int, most: int) -> Tile:
-    """Guess a tile of codes with the ``most`` stages, or as many as fit into shared memory: at least two."""
+def _codes_expert(layer: LinearShape, rows: int, deep: int) -> Tile:
+    """Guess a tile of codes with 4 stages, or as many as fit into shared memory: at least two."""
     room = SHARED_BYTES // codes_bytes(layer, 64, rows, deep)
-    return Tile(64, rows, deep, 4, max(2, min(most, room)))
+    return Tile(64, rows, deep, 4, max(2, min(4, room)))
 
 
 def _powers_experts(mean: float, hopper: bool) -> ExpertsConfig:
