@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -62,6 +62,8 @@ from preheat.ops.values import Experts, Matmul, Ok, Recurrence, Refused, Support
 from preheat.settings import Settings
 
 logger = logging.getLogger(__name__)
+
+L = TypeVar("L")
 
 
 class CudaBackend:
@@ -220,12 +222,10 @@ class CudaBackend:
     def select_kernels(self, layers: Iterable[tuple[base.AnyLayer, Sequence[int]]]) -> None:
         """Compile kernels side by side; replace kernels with other bits than the contract's."""
         given = list(layers)
-        linears = [(each, rows) for each, rows in given if isinstance(each, Layer)]
+        linears, experts, heads = _of(Layer, given), _of(ExpertsLayer, given), _of(HeadsLayer, given)
         adapted = {shape for each, _ in linears if each.adapted for shape in each.shapes}
         settle(self._configs, [(shape, rows) for each, rows in linears for shape in each.shapes], adapted)
-        experts = [(each, rows) for each, rows in given if isinstance(each, ExpertsLayer)]
         settle_experts(experts, invariant=self._configs.invariant)
-        heads = [(each, rows) for each, rows in given if isinstance(each, HeadsLayer)]
         settle_heads(heads, invariant=self._configs.invariant)
 
     def tune(self, request: TuneRequest) -> str:
@@ -305,3 +305,8 @@ class CudaBackend:
     def _used(self) -> int:
         free, total = torch.cuda.mem_get_info(self.device)
         return int(total - free)
+
+
+def _of(kind: type[L], layers: Iterable[tuple[base.AnyLayer, Sequence[int]]]) -> list[tuple[L, Sequence[int]]]:
+    """Return the ``layers`` of a ``kind``, with their numbers of rows."""
+    return [(each, rows) for each, rows in layers if isinstance(each, kind)]

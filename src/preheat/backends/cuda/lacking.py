@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 from preheat.backends.cuda.card import Card, refused
 from preheat.backends.support import matmuls
 from preheat.ops.values import Cache, Experts, Recurrence, Value
@@ -19,16 +22,10 @@ an H200 the bits depended on the columns of a program.
 
 def lacking(card: Card, value: Value) -> str | None:
     """Return why ``card`` cannot run ``value``, by name, or None."""
-    if isinstance(value, Cache):
-        return _cache(card, value)
-    if isinstance(value, Recurrence):
-        return _recurrence(value)
-    if isinstance(value, Experts) and value.down.order.is_split:
-        activation = value.gate_up.finish.activation or "silu_and_mul"
-        if activation != "silu_and_mul":
-            return f"experts with {activation} that ranks share have no kernel on a GPU yet: use --device cpu"
-    if card.float8:
-        return None
+    own = _BY_KIND.get(type(value))
+    reason = None if own is None else own(card, value)
+    if reason is not None or card.float8:
+        return reason
     for part in matmuls(value):
         scheme = part.weight.scheme
         if scheme is not None and scheme.code == "fp8":
@@ -49,7 +46,14 @@ def lacking_terms(value: Value) -> str | None:
     return None if activation == "silu_and_mul" else f"with this device and experts with {activation}"
 
 
-def _recurrence(value: Recurrence) -> str | None:
+def _experts(_: Card, value: Experts) -> str | None:
+    activation = value.gate_up.finish.activation or "silu_and_mul"
+    if not value.down.order.is_split or activation == "silu_and_mul":
+        return None
+    return f"experts with {activation} that ranks share have no kernel on a GPU yet: use --device cpu"
+
+
+def _recurrence(_: Card, value: Recurrence) -> str | None:
     if KEYS[0] <= value.key_dim <= KEYS[1] and VALUES[0] <= value.value_dim <= VALUES[1]:
         return None
     return (
@@ -74,3 +78,11 @@ def _cache(card: Card, cache: Cache) -> str | None:
             f"compute capability {card.version} has {card.shared_bytes // 1024}: use --dtype bfloat16"
         )
     return None
+
+
+_BY_KIND: Mapping[type, Callable[[Card, Any], str | None]] = {
+    Cache: _cache,
+    Experts: _experts,
+    Recurrence: _recurrence,
+}
+"""What a card says to a kind of value, besides its quantization."""

@@ -198,7 +198,8 @@ def gemm(
 class _Operands(NamedTuple):
     """Arguments of a launch that depend on the form of rows and weight.
 
-    ``depth`` inputs are loaded at once.
+    ``depth`` inputs are loaded at once. ``masked``: rows behind the last one are not read, not even copies of the last
+    row. ``powers``: scales are powers of two.
     """
 
     x: Tensor
@@ -207,6 +208,8 @@ class _Operands(NamedTuple):
     form: Any
     options: Mapping[str, Any]
     depth: int
+    masked: bool = False
+    powers: bool = False
 
 
 def _plain(tile: Tile, x: Tensor, weight: PlainWeight, size: int) -> _Operands:
@@ -215,11 +218,8 @@ def _plain(tile: Tile, x: Tensor, weight: PlainWeight, size: int) -> _Operands:
     Reading copies of the last row would take as much of the L2 cache's time as narrow tiles of weights do.
     """
     masked = tile.rows <= FEW and weight.tensor.ndim == 2 and not tile.bulk
-    return _Operands(x, weight.tensor, plain, Plain(size % tile.inputs == 0, masked), {}, tile.inputs)
-
-
-def _masks(form: Any) -> bool:
-    return isinstance(form, Plain) and form.masked
+    form = Plain(size % tile.inputs == 0, masked)
+    return _Operands(x, weight.tensor, plain, form, {}, tile.inputs, masked)
 
 
 def _float8(tile: Tile, x: QuantizedRows, weight: DeviceWeight, size: int) -> _Operands:
@@ -238,7 +238,7 @@ def _codes(tile: Tile, x: Tensor, weight: DeviceWeight, size: int) -> _Operands:
     whole = scheme.powers and x.dtype == torch.bfloat16 and _by_warp_groups(tile)
     powers = scheme.powers, weight.large_scales, whole
     form = CodesForm(scheme.bits == 4, scheme.group, whole_groups(scheme), scheme.code == "fp4", *powers)
-    return _Operands(x, w, codes, form, {}, _depth(tile, size))
+    return _Operands(x, w, codes, form, {}, _depth(tile, size), masked=True, powers=scheme.powers)
 
 
 def _by_warp_groups(tile: Tile) -> bool:
@@ -256,7 +256,7 @@ def _narrow(tile: Tile, given: _Operands, arrangement: Arrangement, splits: int)
     An expert's last rows are few, and the matrix unit takes as long for none. Where four warps share an instruction, it
     takes 16 rows or more: fewer would be multiplied by another one, in another order of inputs.
     """
-    powers = isinstance(given.form, CodesForm) and given.form.powers and arrangement.block > 1
+    powers = given.powers and arrangement.block > 1
     least = WHOLE_ROWS if tile.outputs >= 64 and tile.warps % 4 == 0 else FEW
     return Cut(tile.outputs, tile.rows // 2, given.depth, splits) if powers and tile.rows >= least else None
 
@@ -294,7 +294,7 @@ def multiply(
         w_tiles = TensorDescriptor.from_tensor(given.w, [tile.outputs, tile.inputs])
     gemm[(-(-columns // tile.outputs) * -(-rows // tile.rows),)](
         given.x, given.w, None, bias, y, x_tiles, w_tiles, rows, columns, inputs, size,
-        MAP=all_rows_masked if given.product is codes or _masks(given.form) else all_rows, PRODUCT=given.product,
+        MAP=all_rows_masked if given.masked else all_rows, PRODUCT=given.product,
         SUM=unrolled if given.product is plain else looped, FORM=given.form, GROUPS=None,
         CUT=Cut(tile.outputs, tile.rows, given.depth, splits), ASKED=asked(tile, weight, early=True), NARROW=None,
         **_gates(gated), **given.options,
