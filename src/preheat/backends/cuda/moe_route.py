@@ -18,7 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options
-from preheat.backends.cuda.moe_scores import route_by_scores
+from preheat.backends.cuda.moe_scores import keep, route_by_scores
 from preheat.ops.values import Routing
 
 SLOTS = 128
@@ -91,12 +91,7 @@ def _route(
         found = tl.div_rn(found, total)
     if round_weights:
         found = found.to(row.dtype).to(tl.float32)
-    inside = slots < K
-    tl.store(chosen + token * K + slots, experts, mask=inside)
-    tl.store(weights + token * K + slots, found, mask=inside)
-    if count:
-        rank = tl.atomic_add(counts + experts, 1, mask=inside, sem="relaxed")
-        tl.store(ranks + token * K + slots, rank, mask=inside)
+    keep(chosen, weights, ranks, counts, token, slots, experts, found, K, count)
 
 
 @triton.jit

@@ -47,6 +47,17 @@ def _within_groups(
 
 
 @triton.jit
+def keep(chosen, weights, ranks, counts, token, slots, experts, found, K: tl.constexpr, count: tl.constexpr):
+    """Store the ``experts`` of a token and their weights ``found``; with ``count``, count each expert's rows."""
+    real = slots < K
+    tl.store(chosen + token * K + slots, experts, mask=real)
+    tl.store(weights + token * K + slots, found, mask=real)
+    if count:
+        rank = tl.atomic_add(counts + experts, 1, mask=real, sem="relaxed")
+        tl.store(ranks + token * K + slots, rank, mask=real)
+
+
+@triton.jit
 def _route_by_scores(
     logits, correction, factors, chosen, weights, ranks, counts, factor,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, K: tl.constexpr, SLOTS_WIDTH: tl.constexpr, GROUPS: tl.constexpr,
@@ -90,12 +101,7 @@ def _route_by_scores(
         found *= tl.load(factors + experts)
     if round_weights:
         found = found.to(row.dtype).to(tl.float32)
-    real = slots < K
-    tl.store(chosen + token * K + slots, experts, mask=real)
-    tl.store(weights + token * K + slots, found, mask=real)
-    if count:
-        rank = tl.atomic_add(counts + experts, 1, mask=real, sem="relaxed")
-        tl.store(ranks + token * K + slots, rank, mask=real)
+    keep(chosen, weights, ranks, counts, token, slots, experts, found, K, count)
 
 
 def route_by_scores(
