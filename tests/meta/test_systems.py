@@ -32,7 +32,7 @@ FILES = {
     "utils.helper": "without the file a helper has no limit of memory",
     "utils.processors": "without the files each processor is a core",
     "backends.cpu.environment": "without the file the instruction set is unknown",
-    "parallel.shared": "without the folder files lie in the folder of temporary files",
+    "utils.shared_files": "without the folder files lie in the folder of temporary files",
     "doctor": "without the folder there is no finding",
     "warmup.store": "without the file the standard library names the processor",
 }

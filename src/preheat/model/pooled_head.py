@@ -18,11 +18,25 @@ from preheat.model.tensor_specs import HeadActivation
 
 
 @dataclass(frozen=True, slots=True)
-class HeadLayer:
-    """A layer of a head: ``weight`` [outputs, inputs] and ``bias`` [outputs], float32 on the host."""
+class _OnHost:
+    """A part with a ``weight`` and a ``bias``, float32 on the host."""
 
     weight: Tensor
     bias: Tensor
+
+    def weights(self) -> Iterable[Tensor]:
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
+        return self.weight, self.bias
+
+    def state(self) -> Iterable[Tensor]:
+        """See :class:`preheat.backends.base.layers.HasWeights`."""
+        return ()
+
+
+@dataclass(frozen=True, slots=True)
+class HeadLayer(_OnHost):
+    """A layer of a head: ``weight`` [outputs, inputs] and ``bias`` [outputs], float32 on the host."""
+
     activation: HeadActivation | None = None
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
@@ -37,24 +51,14 @@ class HeadLayer:
         rounded: np.ndarray = found.astype(np.float32)
         return rounded
 
-    def weights(self) -> Iterable[Tensor]:
-        """See :class:`preheat.backends.base.layers.HasWeights`."""
-        return self.weight, self.bias
-
-    def state(self) -> Iterable[Tensor]:
-        """See :class:`preheat.backends.base.layers.HasWeights`."""
-        return ()
-
 
 @dataclass(frozen=True, slots=True)
-class HeadNorm:
+class HeadNorm(_OnHost):
     """A norm of a head that subtracts the mean: ``weight`` and ``bias`` [size], float32 on the host.
 
     Mean and variance are exact sums in float64, each rounded once.
     """
 
-    weight: Tensor
-    bias: Tensor
     eps: float
 
     def __call__(self, x: np.ndarray) -> np.ndarray:
@@ -65,14 +69,6 @@ class HeadNorm:
         found = wide / math.sqrt(variance + self.eps) * self.weight.numpy() + self.bias.numpy()
         rounded: np.ndarray = found.astype(np.float32)
         return rounded
-
-    def weights(self) -> Iterable[Tensor]:
-        """See :class:`preheat.backends.base.layers.HasWeights`."""
-        return self.weight, self.bias
-
-    def state(self) -> Iterable[Tensor]:
-        """See :class:`preheat.backends.base.layers.HasWeights`."""
-        return ()
 
 
 def through(head: Sequence[HeadLayer | HeadNorm], size: int, states: bytes) -> bytes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -124,8 +126,20 @@ TIED_HEAD = "lm_head"
 """Module name of a tied output head, absent in a checkpoint."""
 
 
+class TableSpec(ABC):
+    """A tensor without a bias."""
+
+    @property
+    @abstractmethod
+    def shape(self) -> tuple[int, ...]: ...
+
+    @property
+    def params(self) -> int:
+        return math.prod(self.shape)
+
+
 @dataclass(frozen=True)
-class EmbeddingSpec:
+class EmbeddingSpec(TableSpec):
     """A table of embeddings of tokens or of positions, [vocab_size, size].
 
     ``name`` is the checkpoint's module. A token's row is multiplied by ``scale``. The first ``unused`` rows stand for
@@ -143,13 +157,9 @@ class EmbeddingSpec:
     def shape(self) -> tuple[int, ...]:
         return self.vocab_size, self.size
 
-    @property
-    def params(self) -> int:
-        return self.vocab_size * self.size
-
 
 @dataclass(frozen=True)
-class GateSpec:
+class GateSpec(TableSpec):
     """One row of ``size`` weights for a gate.
 
     Its product with a token says how far the gate opens. ``name`` is the checkpoint's module.
@@ -161,10 +171,6 @@ class GateSpec:
     @property
     def shape(self) -> tuple[int, ...]:
         return 1, self.size
-
-    @property
-    def params(self) -> int:
-        return self.size
 
 
 @dataclass(frozen=True)
@@ -199,7 +205,7 @@ class PatchSpec:
 
 
 @dataclass(frozen=True)
-class VectorSpec:
+class VectorSpec(TableSpec):
     """``size`` numbers; ``name`` is the checkpoint's module."""
 
     name: str
@@ -209,13 +215,9 @@ class VectorSpec:
     def shape(self) -> tuple[int, ...]:
         return (self.size,)
 
-    @property
-    def params(self) -> int:
-        return self.size
-
 
 @dataclass(frozen=True)
-class DistanceSpec:
+class DistanceSpec(TableSpec):
     """Biases of attention by distance, [buckets, heads]; distances from ``most`` on are alike."""
 
     name: str
@@ -226,10 +228,6 @@ class DistanceSpec:
     @property
     def shape(self) -> tuple[int, ...]:
         return self.buckets, self.heads
-
-    @property
-    def params(self) -> int:
-        return self.buckets * self.heads
 
 
 HeadActivation = Literal["tanh", "relu", "gelu"]

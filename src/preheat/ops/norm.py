@@ -113,22 +113,6 @@ class OnceNorm(RMSNorm):
         super().__init__(weight, eps)
         self._wide = weight.float()
 
-    def __call__(self, x: Tensor) -> Tensor:
-        return _wide_norm(x, self._wide, self._share, self._eps)
-
-    def add(self, x: Tensor, residual: Tensor) -> Tensor:
-        return self(_add_to(x, residual))
-
-
-class PlusOneNorm(RMSNorm):
-    """Kind "rms_plus_one": a stored weight is the factor minus one."""
-
-    kind: NormKind = "rms_plus_one"
-
-    def __init__(self, weight: Tensor, eps: float) -> None:
-        super().__init__(weight, eps)
-        self._wide = 1.0 + weight.float()
-
     @property
     def factors(self) -> Tensor:
         return self._wide
@@ -138,6 +122,16 @@ class PlusOneNorm(RMSNorm):
 
     def add(self, x: Tensor, residual: Tensor) -> Tensor:
         return self(_add_to(x, residual))
+
+
+class PlusOneNorm(OnceNorm):
+    """Kind "rms_plus_one": as "rms_once"; a stored weight is the factor minus one."""
+
+    kind: NormKind = "rms_plus_one"
+
+    def __init__(self, weight: Tensor, eps: float) -> None:
+        super().__init__(weight, eps)
+        self._wide = 1.0 + self._wide
 
 
 class LayerNorm(RMSNorm):

@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from preheat.parallel.shared import mapped
+from preheat.utils.shared_files import mapped
 
 SLOTS = 64
 SLOT_BYTES = 32 << 10

@@ -14,8 +14,8 @@ from typing import Protocol
 
 from preheat.backends.rendezvous import Nodes, OneNode, Rendezvous
 from preheat.parallel.channel import LineReceiver, LineSender, Receiver, RingReceiver, RingSender, Sender
-from preheat.parallel.shared import remove_folder, shared_folder
 from preheat.parallel.wire import Address, Door, call
+from preheat.utils.shared_files import remove_folder, shared_folder
 
 
 class Site(Protocol):

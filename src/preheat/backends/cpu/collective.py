@@ -6,19 +6,18 @@ place. So no order of arrival shows in the result.
 
 from __future__ import annotations
 
-import mmap
 import os
 import select
 import threading
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from preheat.backends.rendezvous import Nodes, OneNode
+from preheat.utils.shared_files import mapped
 
 PLACE_BYTES = 1 << 20
 """Bytes of a rank's place; larger data goes through memory in parts."""
@@ -44,7 +43,7 @@ class SharedMemory:
     def __init__(self, rendezvous: OneNode, check: Callable[[], None]) -> None:
         self.rank, self.world, self._check = rendezvous.rank, rendezvous.world, check
         self._epoch, self._fence, world = 0, threading.Lock(), rendezvous.world
-        data = _mapped(rendezvous.folder / "gather", world * _LINE + 2 * world * PLACE_BYTES) if world > 1 else None
+        data = mapped(rendezvous.folder / "gather", world * _LINE + 2 * world * PLACE_BYTES) if world > 1 else None
         if data is None:
             return
         self._counters = data[: world * _LINE].view(np.int64)[:: _LINE // 8]
@@ -202,16 +201,3 @@ def _read(descriptor: int, data: memoryview) -> int:
 
 def _views(parts: dict[int, Tensor]) -> dict[int, memoryview]:
     return {rank: part.numpy().data for rank, part in parts.items() if len(part)}
-
-
-def _mapped(path: Path, size: int) -> np.ndarray:
-    """Return the bytes of a file that several processes map.
-
-    They are zeros at first.
-    """
-    descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        os.ftruncate(descriptor, size)
-        return np.frombuffer(mmap.mmap(descriptor, size), dtype=np.uint8)
-    finally:
-        os.close(descriptor)

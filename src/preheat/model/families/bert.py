@@ -8,7 +8,7 @@ from typing import Any
 from preheat.errors import ModelError
 from preheat.model.attention_specs import AttentionSpec
 from preheat.model.config import Config
-from preheat.model.families.common import encoder, normed_sums, ungated
+from preheat.model.families.common import encoder, equal_heads, normed_sums, ungated
 from preheat.model.kv_spec import KVSpec
 from preheat.model.mlp_specs import DenseSpec
 from preheat.model.specs import ModelSpec, Rename
@@ -140,10 +140,7 @@ def _renames(prefix: str) -> tuple[Rename, ...]:
 
 
 def _attention(config: Config, names: Names, prefix: str) -> AttentionSpec:
-    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    if hidden % heads:
-        raise ModelError(f"{heads} attention heads cannot share {hidden} hidden numbers evenly")
-    dim = hidden // heads
+    hidden, (heads, dim) = config.size("hidden_size"), equal_heads(config)
     parts = tuple((prefix + name, hidden) for name in (names.q, names.k, names.v))
     return AttentionSpec(
         num_heads=heads,

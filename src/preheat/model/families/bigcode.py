@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from preheat.errors import ModelError
 from preheat.model.attention_specs import AttentionSpec
 from preheat.model.config import Config
-from preheat.model.families.common import LLAMA, Names, attention, gelu, layer_norm, model, ungated
+from preheat.model.families.common import LLAMA, Names, attention, equal_heads, gelu, layer_norm, model, ungated
 from preheat.model.kv_spec import KVSpec
 from preheat.model.specs import LayerSpec, ModelSpec
 from preheat.model.tensor_specs import EmbeddingSpec, LinearSpec
@@ -48,10 +47,7 @@ def _attention(config: Config, prefix: str) -> AttentionSpec:
 
     With a key head for each query head, a head's rows of query, key and value lie together.
     """
-    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    if hidden % heads:
-        raise ModelError(f"{heads} attention heads cannot share {hidden} hidden numbers evenly")
-    dim = hidden // heads
+    hidden, (heads, dim) = config.size("hidden_size"), equal_heads(config)
     kv = KVSpec(1 if config.flag("multi_query") else heads, dim)
     starts = [] if config.flag("multi_query") else [part + 3 * dim * head for part in (0, dim, 2 * dim)
                                                     for head in range(heads)]  # fmt: skip

@@ -145,6 +145,14 @@ def with_logit_factor(spec: ModelSpec, factor: float) -> ModelSpec:
     return spec if factor == 1 else replace(spec, head=replace(spec.head, factor=factor))
 
 
+def equal_heads(config: Config) -> tuple[int, int]:
+    """Return the number of heads and the size of each. Raises ModelError if they do not divide the hidden numbers."""
+    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
+    if hidden % heads:
+        raise ModelError(f"{heads} attention heads cannot share {hidden} hidden numbers evenly")
+    return heads, hidden // heads
+
+
 def attention(
     config: Config, names: Names, prefix: str, window: int | None, rope: RopeSpec, *,
     qkv_bias: bool, o_bias: bool, qk_norm: bool,

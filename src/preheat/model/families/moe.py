@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 from preheat.errors import ModelError
@@ -106,6 +107,11 @@ def qwen2_moe(config: Config) -> ModelSpec:
         moe_intermediate_size=1408, shared_expert_intermediate_size=5632,
     )  # fmt: skip
     config.refuse("use_sliding_window")
+    return llama_like(config, qkv_bias=config.flag("qkv_bias"), mlp=sparse_layers(config), renames=STACKED)
+
+
+def sparse_layers(config: Config) -> Callable[[str, int], MlpSpec]:
+    """Return the function that makes a Qwen layer's experts, or the dense block of a layer that has none."""
     renormalize = config.flag("norm_topk_prob")
     every, dense_layers = config.size("decoder_sparse_step", 1), config.ids("mlp_only_layers")
 
@@ -114,7 +120,7 @@ def qwen2_moe(config: Config) -> ModelSpec:
             return dense(config, LLAMA, prefix, bias=False)
         return with_shared_expert(config, prefix, renormalize=renormalize)
 
-    return llama_like(config, qkv_bias=config.flag("qkv_bias"), mlp=mlp, renames=STACKED)
+    return mlp
 
 
 def with_shared_expert(config: Config, prefix: str, *, renormalize: bool) -> MoeSpec:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from preheat.errors import ModelError
 from preheat.model.attention_specs import AttentionSpec
 from preheat.model.config import Config
-from preheat.model.families.common import Names, layer_norm, model, ungated
+from preheat.model.families.common import Names, equal_heads, layer_norm, model, ungated
 from preheat.model.kv_spec import KVSpec
 from preheat.model.specs import LayerSpec, ModelSpec
 from preheat.model.tensor_specs import LinearSpec
@@ -56,10 +56,7 @@ def _attention(config: Config, prefix: str) -> AttentionSpec:
     inner.refuse("kv_n_heads", config.size("num_attention_heads"))
     if not inner.flag("alibi"):
         raise ModelError("attn_config.alibi false is not supported: only ALiBi's positions are")
-    hidden, heads = config.size("hidden_size"), config.size("num_attention_heads")
-    if hidden % heads:
-        raise ModelError(f"{heads} attention heads cannot share {hidden} hidden numbers evenly")
-    dim = hidden // heads
+    hidden, (heads, dim) = config.size("hidden_size"), equal_heads(config)
     spec = AttentionSpec(
         num_heads=heads,
         kv=KVSpec(heads, dim),

@@ -9,7 +9,7 @@ from preheat.errors import ModelError
 from preheat.model.attention_specs import AttentionSpec, RopeSpec
 from preheat.model.config import Config
 from preheat.model.families.common import LLAMA, attention, dense, model, norm, turning_order, with_layers
-from preheat.model.families.moe import STACKED, with_shared_expert
+from preheat.model.families.moe import STACKED, sparse_layers, with_shared_expert
 from preheat.model.families.qwen_vl import VISION, vision_of, with_axes
 from preheat.model.mlp_specs import MlpSpec
 from preheat.model.recurrence_specs import ConvSpec, DeltaSpec
@@ -47,15 +47,7 @@ _IMAGE_TOKEN, _SECTIONS = 248056, (11, 11, 10)
 def qwen3_next(config: Config) -> ModelSpec:
     """All layers have experts, unless the config names others. Projections are stored by key heads."""
     config = _defaults(config, num_key_value_heads=2, num_experts=512, num_experts_per_tok=10, norm_topk_prob=True)
-    every, dense_layers = config.size("decoder_sparse_step", 1), config.ids("mlp_only_layers")
-    renormalize = config.flag("norm_topk_prob")
-
-    def mlp(prefix: str, index: int) -> MlpSpec:
-        if index in dense_layers or (index + 1) % every:
-            return dense(config, LLAMA, prefix, bias=False)
-        return with_shared_expert(config, prefix, renormalize=renormalize)
-
-    return _hybrid(config, mlp, _by_key_heads)
+    return _hybrid(config, sparse_layers(config), _by_key_heads)
 
 
 def qwen3_5(config: Config) -> ModelSpec:
