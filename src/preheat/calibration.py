@@ -28,7 +28,8 @@ from preheat.llm import LLM
 from preheat.model.dummy_tensors import DummyTensors
 from preheat.model.files import find_model
 from preheat.model.files import read_config as read_model
-from preheat.model.inc import CACHE_TYPE, IncConfig, cache_modules, is_blocked, linear_modules, read_config
+from preheat.model.inc import cache_modules, is_blocked, linear_modules
+from preheat.model.inc_files import CACHE_TYPE, IncConfig, read_config
 from preheat.model.kv_scales import attention_module
 from preheat.model.layers import DecoderLayer, DenseMlp, MoeMlp
 from preheat.model.mlp_specs import MoeSpec

@@ -23,7 +23,8 @@ from preheat.errors import ModelError, SettingsError
 from preheat.model.families import read_spec
 from preheat.model.files import BUNDLED_PATH
 from preheat.model.files import read_config as read_model
-from preheat.model.inc import SCHEME, read_config, read_ranges
+from preheat.model.inc import SCHEME
+from preheat.model.inc_files import read_config, read_ranges
 from preheat.model.loader import Reading, load_weights
 from preheat.model.quantize import quantize
 from preheat.model.spec_tree import leaves

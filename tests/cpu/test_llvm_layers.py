@@ -150,13 +150,13 @@ def test_other_processors_have_the_same_bits(tmp_path: Path, monkeypatch: pytest
 
 @pytest.mark.parametrize("fault", ["factors minus one", "another activation", "no slopes", "no clip"])
 def test_a_fault_in_a_part_is_seen(fault: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kind, layer_of = model._kind, products.ACTIVATIONS
+    kind, layer_of = model.kind_of, products.ACTIVATIONS
     if fault == "factors minus one":
         monkeypatch.setattr(PlusOneNorm, "factors", property(lambda norm: norm.weight.float()))
     elif fault == "another activation":
         monkeypatch.setattr(products, "ACTIVATIONS", {**layer_of, "gelu_tanh_and_mul": layer_of["silu_and_mul"]})
     elif fault == "no slopes":
-        monkeypatch.setattr(model, "_kind", lambda *args: kind(*args)._replace(alibi=False))
+        monkeypatch.setattr(model, "kind_of", lambda *args: kind(*args)._replace(alibi=False))
     else:
         monkeypatch.setattr(products, "kept_between", lambda e, x, limit: x)
     name = "gemma 3" if fault in ("factors minus one", "another activation") else "mpt with six heads"

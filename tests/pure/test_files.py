@@ -19,7 +19,7 @@ from preheat.errors import AdapterError, ModelError, PreheatError, SettingsError
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.lora.config import AdapterConfig
 from preheat.model.files import read_config, weight_files
-from preheat.model.inc import read_config as read_inc
+from preheat.model.inc_files import read_config as read_inc
 from preheat.server.batch_output import answers_to
 from preheat.server.listener import check_certificates
 from preheat.settings import Settings

@@ -10,7 +10,8 @@ import pytest
 
 from preheat.errors import SettingsError
 from preheat.model import inc
-from preheat.model.inc import DEVICES, cache_scales, linear_modules, linear_scales, read_config, read_ranges, with_inc
+from preheat.model.inc import cache_scales, linear_modules, linear_scales, with_inc
+from preheat.model.inc_files import DEVICES, Ranges, read_config, read_ranges
 from tests.specs import llama
 
 SPEC = llama(hidden=64, inner=96, layers=2, heads=4, kv_heads=2, head_dim=16, vocab=128)
@@ -121,9 +122,7 @@ def test_old_keys_old_names_and_missing_keys(tmp_path):
     ranges = {name: each for name, each in read_ranges(config).items() if "qkv" not in name}
     for layer in range(2):
         prefix = LAYER.format(layer) + "self_attn."
-        ranges |= {
-            f"{prefix}{part}_proj": inc.Ranges((most,)) for part, most in zip("qkv", (1.0, 3.0, 2.0), strict=True)
-        }
+        ranges |= {f"{prefix}{part}_proj": Ranges((most,)) for part, most in zip("qkv", (1.0, 3.0, 2.0), strict=True)}
     assert linear_scales(config, SPEC, ranges) == linear
 
 

@@ -16,7 +16,8 @@ from torch import Tensor
 
 from preheat.backends.base.layers import LayerWeights, Linear
 from preheat.model.formats import Plain
-from preheat.model.inc import IncConfig, module_name
+from preheat.model.inc import module_name
+from preheat.model.inc_files import IncConfig
 from preheat.model.reading import WeightReader
 from preheat.model.tensor_specs import LinearSpec
 from preheat.ops.float8 import round_to, simulate

@@ -7,8 +7,8 @@ from typing import NamedTuple
 
 from preheat.backends.base.facts import Facts
 from preheat.errors import SettingsError
-from preheat.model import inc
-from preheat.model.inc import IncConfig
+from preheat.model import inc, inc_files
+from preheat.model.inc_files import IncConfig
 from preheat.model.kv_scales import attention_module, with_scales
 from preheat.model.specs import ModelSpec
 from preheat.settings import Settings
@@ -29,13 +29,13 @@ def rounded(settings: Settings, spec: ModelSpec, facts: Facts) -> Rounded | None
     """
     if settings.quantization != "inc" or settings.quant_config is None:
         return None
-    config = inc.read_config(settings.quant_config)
+    config = inc_files.read_config(settings.quant_config)
     if config.mode == "MEASURE":
         raise SettingsError(
             f"{config.path} is for measuring: run preheat calibrate with it, then name the file of mode QUANTIZE",
             param="quant_config",
         )
-    ranges = inc.read_ranges(config) if config.method not in inc.WITHOUT_RANGES else {}
+    ranges = inc_files.read_ranges(config) if config.method not in inc_files.WITHOUT_RANGES else {}
     inc.warn_of_device(config, facts.name)
     scales = inc.linear_scales(config, spec, ranges)
     kernel = facts.quantized.get(inc.SCHEME.kind)

@@ -7,7 +7,7 @@ from functools import cache, cached_property
 from itertools import chain
 from operator import is_
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
@@ -25,24 +25,19 @@ from preheat.backends.cpu.llvm.embed import EMBEDS, TableRows, embeds
 from preheat.backends.cpu.llvm.job import JOB_WORDS
 from preheat.backends.cpu.llvm.kinds import (
     COUNTERS,
-    LANES,
     LAYER_FRAME,
     SPLIT,
-    Cached,
     LayerKind,
     Product,
-    Routed,
     RowNorm,
-    Shared,
-    Stored,
 )
-from preheat.backends.cpu.llvm.layer import PanelExperts, PanelLayer, floats
+from preheat.backends.cpu.llvm.layer import PanelLayer, floats
+from preheat.backends.cpu.llvm.layer_kinds import experts_of, kind_of, packed_of, panels_of, routed_sizes
 from preheat.backends.cpu.llvm.machine import Code, compile_code, compile_side_by_side
 from preheat.backends.cpu.llvm.memory import zeros
 from preheat.backends.cpu.llvm.packed import PackedNorm
 from preheat.backends.cpu.llvm.team import Team
 from preheat.limits import Limits
-from preheat.ops.norm import ReplacingNorm
 from preheat.utils.gc import paused
 
 _FRAME_WORDS = 64
@@ -65,15 +60,15 @@ class Functions:
     ) -> None:  # fmt: skip
         self._rows, self._columns, self._kept = rows, limits.max_blocks_per_seq, list[Tensor]()
         self._singles = list[np.ndarray]()  # the frames of products that run by themselves
-        self._slots: list[object] = [_experts(layer).slots for layer in layers if layer.routed is not None]
-        self._kinds = [_kind(layer, limits) for layer in layers]
+        self._slots: list[object] = [experts_of(layer).slots for layer in layers if layer.routed is not None]
+        self._kinds = [kind_of(layer, limits) for layer in layers]
         single = [each for each in others if isinstance(each, PanelLayer)]
-        panels = [*(each for layer in layers for each in _panels(layer).values()), *single]
+        panels = [*(each for layer in layers for each in panels_of(layer).values()), *single]
         self._slots += [each.slots for each in panels]
         numbers = {kind: number for number, kind in enumerate(dict.fromkeys(self._kinds))}
         alone = {how: number for number, how in enumerate(dict.fromkeys(layer.how for layer in single))}
         last = self._kinds[-1]
-        self._sources = _written(panels[0], numbers, alone, _packed(final_norm).how, last.heads * last.dim)
+        self._sources = _written(panels[0], numbers, alone, packed_of(final_norm).how, last.heads * last.dim)
         self._names = [[f"{half}{numbers[kind]}" for half in ("front", "back")] for kind in self._kinds]
         self._threads, self._folder, self._draws = threads, folder, bool(single)
         self._adapters = next((layer.slots.rows for layer in panels if layer.slots is not None), PanelAdapterRows(rows))
@@ -83,7 +78,7 @@ class Functions:
         self._buffers(rows, threads, max(shrunk))
         tables: dict[int, tuple[int, int]] = {}
         self._frames = [self._frame(layer, tables) for layer in layers]
-        self._final(_packed(final_norm), limits.max_sampled)
+        self._final(packed_of(final_norm), limits.max_sampled)
         self._jobs, self._ends = _list_of(2 * len(layers)).reshape(-1, 2, JOB_WORDS), _list_of(3)
         self._whole = _list_of(2 * len(layers) + 3)
         self._pointed: tuple[tuple[Tensor, ...], object] = (), None  # the tensors and the head of the whole list
@@ -108,7 +103,7 @@ class Functions:
             "added": rows * max((kind.hidden for kind in kinds if kind.o_norm or kind.down_norm), default=0),
             "scores": threads * SPLIT * max(queries_at_once(kind) * tokens_at_once(kind) for kind in kinds),
             "shrunk": rows * shrunk,
-            **{name: rows * size for name, size in _routed_sizes(kinds).items()},
+            **{name: rows * size for name, size in routed_sizes(kinds).items()},
         }
         self._arrays = {name: zeros(size, np.float32) for name, size in sizes.items()}
         visits, experts = (
@@ -182,9 +177,9 @@ class Functions:
     def _frame(self, layer: LayerParts, tables: dict[int, tuple[int, int]]) -> np.ndarray:
         """Return a layer's frame. ``tables``: the cosines and sines of known tables, by their identity."""
         frame, attention = zeros(_FRAME_WORDS, np.int64), layer.attention
-        fields = [part.fields(name) for name, part in _panels(layer).items()]
+        fields = [part.fields(name) for name, part in panels_of(layer).items()]
         if layer.routed is not None:
-            fields.append(_experts(layer).fields())
+            fields.append(experts_of(layer).fields())
             if layer.routed.shared is not None and layer.routed.shared.gate is not None:
                 frame[LAYER_FRAME["shared_gate"]] = layer.routed.shared.gate.data_ptr()
         for name, address in chain(*fields):
@@ -192,12 +187,12 @@ class Functions:
         norms = {"norm": layer.input_norm, "post_norm": layer.post_norm, "o_norm": layer.o_norm}
         for name, norm in (norms | {"down_norm": layer.down_norm}).items():
             if norm is not None:
-                frame[LAYER_FRAME[name]] = _packed(norm).numbers.data_ptr()
+                frame[LAYER_FRAME[name]] = packed_of(norm).numbers.data_ptr()
         if attention.qk_norm is not None:
             for name, head in (("q_norm", 0), ("k_norm", -1)):
-                frame[LAYER_FRAME[name]] = _packed(attention.qk_norm).numbers[head].data_ptr()
+                frame[LAYER_FRAME[name]] = packed_of(attention.qk_norm).numbers[head].data_ptr()
         for name, norm in zip(("q_norm", "k_norm"), layer.whole_qk_norm or (), strict=False):
-            frame[LAYER_FRAME[name]] = _packed(norm).numbers.data_ptr()
+            frame[LAYER_FRAME[name]] = packed_of(norm).numbers.data_ptr()
         if attention.growth is not None:
             frame[LAYER_FRAME["growth"]] = self._keep(floats(attention.growth))
         if attention.rope is not None and attention.by_token:
@@ -367,104 +362,3 @@ def _sources(
 def _list_of(jobs: int) -> np.ndarray:
     """Return room for a list of jobs."""
     return zeros(jobs * JOB_WORDS, np.int64).reshape(jobs, JOB_WORDS)
-
-
-def _panels(layer: LayerParts) -> dict[str, PanelLayer]:
-    """Return the linear layers of a layer, by their name in its frame."""
-    found = {"qkv": layer.qkv, "o": layer.o, "gate_up": layer.gate_up, "down": layer.down}
-    if layer.routed is not None:
-        found["router"] = layer.routed.router
-        if layer.routed.shared is not None:
-            found |= {"shared_gate_up": layer.routed.shared.gate_up, "shared_down": layer.routed.shared.down}
-    return {name: each for name, each in found.items() if isinstance(each, PanelLayer)}
-
-
-def _experts(layer: LayerParts) -> PanelExperts:
-    assert layer.routed is not None
-    assert isinstance(layer.routed.experts, PanelExperts)
-    return layer.routed.experts
-
-
-def _routed(layer: LayerParts) -> Routed | None:
-    """Return the kind of a layer's routed experts, None in a dense layer."""
-    if layer.routed is None:
-        return None
-    panels, value = {name: each.how for name, each in _panels(layer).items()}, _experts(layer).value
-    shared = None
-    if layer.routed.shared is not None:
-        assert layer.routed.shared.gate is not None, "refused by supports"
-        stored = cast(Stored, str(layer.routed.shared.gate.dtype).removeprefix("torch."))
-        shared = Shared(panels["shared_gate_up"], panels["shared_down"], stored)
-    routing = value.routing
-    return Routed(panels["router"], value.down.groups.experts, routing.top_k, routing.renormalize, shared)
-
-
-def _routed_sizes(kinds: Sequence[LayerKind]) -> dict[str, int]:
-    """Return the numbers of a row in the buffers of routed experts."""
-    found = dict.fromkeys(("logits", "shares", "outputs", "shared_inner", "shared_outputs", "shared_shares"), 0)
-    for kind in kinds:
-        if kind.routed is None:
-            continue
-        shared = kind.routed.shared
-        sizes: tuple[int, ...] = (kind.routed.experts, kind.visits, kind.visits * kind.hidden)
-        sizes += (0, 0, 0) if shared is None else (shared.down.inputs, kind.hidden, LANES)
-        found = {name: max(size, more) for (name, size), more in zip(found.items(), sizes, strict=True)}
-    return found
-
-
-def _kind(layer: LayerParts, limits: Limits) -> LayerKind:
-    """Return the kind of a layer."""
-    products = {name: each.how for name, each in _panels(layer).items()}
-    if layer.routed is not None:
-        products |= {"gate_up": _experts(layer).gate_up, "down": _experts(layer).down}
-    attention = layer.attention
-    cached = str(attention.cache.dtype).removeprefix("torch.")
-    return LayerKind(
-        hidden=products["o"].results,
-        heads=attention.num_heads,
-        kv_heads=attention.num_kv_heads,
-        dim=attention.head_dim,
-        cached=cast(Cached, cached),
-        block_size=limits.block_size,
-        turns=attention.rope is not None,
-        by_token=attention.by_token,
-        alibi=attention.alibi is not None,
-        sinks=attention.sinks is not None,
-        norm=_how(layer.input_norm) if products["qkv"].inputs == products["o"].results else None,
-        qk_norm=_how(attention.qk_norm),
-        o_norm=_how(layer.o_norm),
-        post_norm=_row_norm(layer.post_norm),
-        down_norm=_how(layer.down_norm),
-        qkv=products["qkv"],
-        o=products["o"],
-        gate_up=products["gate_up"],
-        down=products["down"],
-        routed=_routed(layer),
-        causal=attention.causal,
-        distances=0 if attention.distances is None else attention.distances.shape[1],
-        whole_qk_norm=_whole(layer),
-        grows=attention.growth is not None,
-        parallel=layer.parallel,
-    )
-
-
-def _whole(layer: LayerParts) -> tuple[RowNorm, RowNorm] | None:
-    """Return the norms of all query heads together and of all key heads together."""
-    if layer.whole_qk_norm is None:
-        return None
-    q, k = layer.whole_qk_norm
-    return _packed(q).how, _packed(k).how
-
-
-def _packed(norm: Norm) -> PackedNorm:
-    packed = norm.norm if isinstance(norm, ReplacingNorm) else norm
-    assert isinstance(packed, PackedNorm)
-    return packed
-
-
-def _row_norm(norm: Norm) -> RowNorm:
-    return _packed(norm).how._replace(replaces=isinstance(norm, ReplacingNorm))
-
-
-def _how(norm: Norm | None) -> RowNorm | None:
-    return None if norm is None else _row_norm(norm)
