@@ -171,9 +171,12 @@ def test_other_processors_have_the_same_bits(name, target):
 
 @pytest.mark.parametrize("target", TARGETS)
 def test_code_for_every_processor_needs_no_library(target):
-    """Beside the C library's multiply-add where the processor has none."""
+    """Beside the C library's multiply-add where the processor has none.
+
+    A Mac has the code of "neon" in files of its own, so a few formats are enough.
+    """
     given = GIVEN | (set() if TARGETS[target].fused else {"fmaf"})
-    kinds = [how_of(weight_of(name)) for name in FORMATS]
+    kinds = [how_of(weight_of(name)) for name in list(FORMATS)[:: 4 if target == "macos" else 1]]
     for how in (*kinds, Product(INPUTS, OUTPUTS, "float16")):
         assert undefined(compiled(how, TARGETS[target])) <= given
 

@@ -23,6 +23,8 @@ from tests.cpu.test_model_families import error_at_each_position, logits_of, ope
 
 HIDDEN, INNER, EXPERTS = 48, 40, 6
 PARAMS = SamplingParams(temperature=0, max_tokens=6, logprobs=5, prompt_logprobs=5, ignore_eos=True)
+BEHIND = SamplingParams(temperature=0, max_tokens=6, logprobs=5, ignore_eos=True)
+"""The same answer behind a cached prefix: with log-probabilities of prompts all of a prompt is computed."""
 
 
 def stacked(tensors: dict[str, Tensor], family: str) -> dict[str, Tensor]:
@@ -79,12 +81,15 @@ def prompts() -> list[list[int]]:
     return [[chance.randrange(199) for _ in range(length)] for length in (1, 5, 33, 64, 70, 17, 90, 2)]
 
 
-def answers(folder: Path, batches: list[list[list[int]]], **options: Any) -> list[Any]:
-    llm = LLM(
+def engine(folder: Path, **options: Any) -> LLM:
+    return LLM(
         str(folder), skip_tokenizer_init=True, max_model_len=128, block_size=16, max_num_seqs=16, dtype="float32",
         skip_warmup=False, on_cold="raise", execution_mode="eager", **options,
     )  # fmt: skip
-    outputs = [output for batch in batches for output in llm.generate(batch, PARAMS, use_tqdm=False)]
+
+
+def answers(llm: LLM, some: list[list[int]], params: SamplingParams = PARAMS) -> list[Any]:
+    outputs = llm.generate(some, params, use_tqdm=False)
     return [(o.outputs[0].token_ids, o.outputs[0].logprobs, o.prompt_logprobs) for o in outputs]
 
 
@@ -95,21 +100,26 @@ def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_one_answer_alone_among_others_in_chunks_and_behind_a_prefix(checkpoint):
+@pytest.fixture(scope="module")
+def alone(checkpoint: Path) -> list[Any]:
+    llm = engine(checkpoint, enable_prefix_caching=False)
+    return [answer for prompt in prompts() for answer in answers(llm, [prompt])]
+
+
+def test_one_answer_alone_among_others_in_chunks_and_behind_a_prefix(checkpoint, alone):
     """Answers are equal alone, among others, in chunks and behind a prefix.
 
     A tail of one token after a full prefix hit runs in another batch than the cold prompt.
     """
-    alone = answers(checkpoint, [[prompt] for prompt in prompts()], enable_prefix_caching=False)
-    assert answers(checkpoint, [prompts()], enable_prefix_caching=False) == alone
-    chunked = answers(checkpoint, [prompts()], enable_prefix_caching=False, max_num_batched_tokens=24)
-    assert chunked == alone
-    again = answers(checkpoint, [prompts(), prompts()], enable_prefix_caching=True)
-    tokens = [entry[0] for entry in alone]
-    assert [entry[0] for entry in again] == tokens * 2
+    assert answers(engine(checkpoint, enable_prefix_caching=False, max_num_batched_tokens=24), prompts()) == alone
+    llm = engine(checkpoint, enable_prefix_caching=True)
+    assert answers(llm, prompts()) == alone
+    again = answers(llm, prompts(), BEHIND)
+    assert llm.loop.scheduler.stats().prefix_hits > 0
+    assert [entry[:2] for entry in again] == [entry[:2] for entry in alone]
 
 
-def test_a_combine_in_the_order_of_arrival_is_seen(checkpoint, monkeypatch):
+def test_a_combine_in_the_order_of_arrival_is_seen(checkpoint, alone, monkeypatch):
     """Control: experts added up in a varying order have other bits.
 
     The order depends on the number of tokens. The result is close.
@@ -119,8 +129,8 @@ def test_a_combine_in_the_order_of_arrival_is_seen(checkpoint, monkeypatch):
         order = torch.arange(rows.shape[1]).roll(len(rows) % rows.shape[1])  # depends on how many tokens there are
         return combine(rows[:, order], weights[:, order])
 
-    alone = answers(checkpoint, [[prompt] for prompt in prompts()], enable_prefix_caching=False)
     monkeypatch.setattr(moe, "combine", by_number)
-    wrong = answers(checkpoint, [[prompt] for prompt in prompts()], enable_prefix_caching=False, boot_check="off")
+    llm = engine(checkpoint, enable_prefix_caching=False, boot_check="off")
+    wrong = [answer for prompt in prompts() for answer in answers(llm, [prompt])]
     assert [entry[0] for entry in wrong] == [entry[0] for entry in alone]
     assert wrong != alone

@@ -92,13 +92,10 @@ def test_every_step(option, name, event, caplog, monkeypatch):
     assert all(line.startswith(f"{name}: 0") for line in others)
 
 
-def test_without_the_options_nothing_is_between_loop_and_guard():
-    assert not isinstance(LLM(**SMALL).loop.listener, StepLog)
-    assert isinstance(LLM(**SMALL, log_step_graph_compilation=True).loop.listener, StepLog)
-
-
 def test_the_report_passes_through():
-    assert LLM(**SMALL, log_step_graph_compilation=True).loop.listener.report().startswith(b"{")
+    listener = LLM(**SMALL, log_step_graph_compilation=True).loop.listener
+    assert isinstance(listener, StepLog)
+    assert listener.report().startswith(b"{")
 
 
 @pytest.mark.parametrize(("mode", "warned"), [("eager", True), ("compile", False)])
@@ -132,7 +129,9 @@ def test_a_trace_of_the_engine(mode: str, late: bool, tmp_path: Path, monkeypatc
     assert said == {"rows": 1, "tokens": 1, "bucket": "(decode, 1)"}
 
 
-def test_without_a_trace_calls_are_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_options_calls_are_plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    assert LLM(**SMALL).loop.call is untraced
+    loop = LLM(**SMALL).loop
+    assert loop.call is untraced
+    assert not isinstance(loop.listener, StepLog)
     assert list(tmp_path.iterdir()) == []

@@ -141,13 +141,20 @@ def quick(monkeypatch):
             for part in ("--" + name.replace("_", "-"), str(value)))]  # fmt: skip
 
 
-def test_the_command_says_so_and_exits_with_0(quick, capsys):
-    assert main(quick) == 0
+def test_the_command_says_so_and_exits_with_0(quick, capsys, tmp_path):
+    """Its prompts come from a file."""
+    path = tmp_path / "prompts.txt"
+    path.write_text('def add(a, b):\n{"prompt": [5, 6, 7]}\nimport os\n')
+    assert main([*quick, "--prompts", str(path)]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].split() == ["path", "prompts", "runs", "identical", "first", "divergence"]
-    assert [line.split("  ")[0] for line in lines[1:5]] == [*PATHS[:3], "batches of 1 to 3"]
-    assert [line.split("  ")[0] for line in lines[5 : 5 + len([*FEATURES, *TIGHT])]] == [*FEATURES, *TIGHT]
-    assert lines[-3].startswith("24 positions of the first run, digest ")
+    taken = [line.split("  ") for line in lines[1:5]]
+    assert [[part.strip() for part in each if part][:2] for each in taken] == [
+        [path, "3"] for path in (*PATHS[:3], "batches of 1 to 2")
+    ]
+    others = [*FEATURES, *TIGHT[:-2]]  # three prompts find blocks enough
+    assert [line.split("  ")[0] for line in lines[5:-3]] == others
+    assert lines[-3].startswith("12 positions of the first run, digest ")
     assert lines[-2] == "check at boot: did not run"
     assert lines[-1].startswith("contract ")
 
@@ -158,15 +165,6 @@ def test_the_command_exits_with_1_on_any_difference(quick, capsys, monkeypatch):
     assert main([*quick, "--json", "--dtype", "float32"]) == 1  # bfloat16 rounds most of it away
     verdict = json.loads(capsys.readouterr().out)
     assert any(path["first"] for path in verdict["paths"])
-
-
-def test_prompts_come_from_a_file(quick, capsys, tmp_path):
-    path = tmp_path / "prompts.txt"
-    path.write_text('def add(a, b):\n{"prompt": [5, 6, 7]}\nimport os\n')
-    assert main([*quick, "--prompts", str(path), "--json"]) == 0
-    verdict = json.loads(capsys.readouterr().out)
-    features = [*FEATURES, *TIGHT[1:]]
-    assert {entry["prompts"] for entry in verdict["paths"] if entry["path"] not in features} == {3}
 
 
 def test_a_digest_is_compared(capsys, tmp_path, monkeypatch):
