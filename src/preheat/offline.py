@@ -199,7 +199,7 @@ class OfflineClient:
         At most ``concurrency_limit`` prompts are searched at once; None means all of them. ``lora_request`` is as in
         :meth:`generate`. Raises InvalidRequest for the first prompt that cannot be served, before any is.
         """
-        self.frontend.check_generates("LLM.beam_search")
+        self.frontend.tasks.check_generates("LLM.beam_search")
         asked, states = as_list(prompts), list[RequestState]()
         adapters = adapter_of_each(lora_request, len(asked))
         sampling = SamplingParams(
@@ -282,7 +282,7 @@ class OfflineClient:
         ``tokenization_kwargs`` are as in :meth:`generate`. Raises InvalidRequest for the first prompt that cannot be
         served, before any runs.
         """
-        own = self.frontend.pooling_for(pooling_task, "LLM.encode")
+        own = self.frontend.tasks.pooling_for(pooling_task, "LLM.encode")
         if pooling_task == "token_embed":
             check_of_tokens(own, pooling_params.dimensions if pooling_params else None)
             pooling_params = msgspec.structs.replace(pooling_params or PoolingParams(), task=pooling_task)
@@ -302,7 +302,7 @@ class OfflineClient:
         tokenization_kwargs: Mapping[str, Any] | None = None,
     ) -> list[PoolingRequestOutput[PoolingOutput]]:
         """Return the pooled output of each prompt or pair; options are as in :meth:`encode`."""
-        pooling, given = self.frontend.pooling_of("LLM.encode"), params or PoolingParams()
+        pooling, given = self.frontend.tasks.pooling_of("LLM.encode"), params or PoolingParams()
         states = self.prepared_to_pool(prompts, given, lora, tokenization_kwargs, truncate_prompt_tokens)
         self._complete(states, use_tqdm)
         return pooled_outputs(states, pooling, given)
@@ -316,10 +316,10 @@ class OfflineClient:
         truncate: int | None = None,
     ) -> list[RequestState]:
         """Prepare a pooling request for each prompt. ``truncate`` applies unless ``tokenization`` has a limit."""
-        pooling, (adds, own) = self.frontend.pooling_of("LLM.encode"), _tokenized(tokenization)
+        pooling, (adds, own) = self.frontend.tasks.pooling_of("LLM.encode"), _tokenized(tokenization)
         check_dimensions(pooling, params.dimensions)
         cut = truncate if own is None else own
-        wanted = self.frontend.asked_of(pooling, cut, of_tokens=params.task == "token_embed")
+        wanted = self.frontend.tasks.asked_of(pooling, cut, of_tokens=params.task == "token_embed")
         adapters, states = adapter_of_each(lora, len(prompts)), list[RequestState]()
         encoded = self._encoded(prompts, [wanted.params] * len(prompts), adds)
         for place, prompt in enumerate(prompts):
@@ -349,7 +349,7 @@ class OfflineClient:
         **options: Any,
     ) -> list[ClassificationRequestOutput]:
         """Return the numbers of each prompt's classes; ``options`` are as in :meth:`encode`."""
-        self.frontend.classes_of("LLM.classify")
+        self.frontend.tasks.classes_of("LLM.classify")
         options |= {"pooling_task": "classify"}
         pooled = self.encode(prompts, pooling_params, use_tqdm, lora_request, **options)
         return [ClassificationRequestOutput.from_base(each) for each in pooled]
@@ -369,7 +369,7 @@ class OfflineClient:
         Models with a vector for each token are compared by :func:`late_interaction`.
         """
         first, second = as_list(data_1), as_list(data_2)
-        count, pooling = paired(len(first), len(second), "data_1"), self.frontend.scoring_of("LLM.score")
+        count, pooling = paired(len(first), len(second), "data_1"), self.frontend.tasks.scoring_of("LLM.score")
         if pooling.scores_pairs:
             texts = [*map(_text_of, first)], [*map(_text_of, second)]
             pooled = self._pooled(pairs_of(pooling, *texts), pooling_params, use_tqdm, lora_request, **options)
@@ -405,7 +405,7 @@ class OfflineClient:
         done: Callable[[], object] = lambda: None,
     ) -> list[RequestState]:
         """Prepare a request for each prompt; ``done`` is called after each."""
-        self.frontend.check_generates("LLM.generate")
+        self.frontend.tasks.check_generates("LLM.generate")
         count, (adds, truncate) = len(prompts), _tokenized(tokenization)
         ranks = [priority or 0] * count if isinstance(priority, int | None) else list(priority)
         if len(ranks) != count:

@@ -25,7 +25,8 @@ from preheat.frontend.answer_cache import AnswerCache
 from preheat.frontend.answer_folder import AnswerFolder
 from preheat.frontend.answer_format import AnswerFormats
 from preheat.frontend.chat_template import ChatTemplate
-from preheat.frontend.frontend import Frontend, FrontendOptions
+from preheat.frontend.frontend import Frontend
+from preheat.frontend.options import FrontendOptions
 from preheat.frontend.params_checker import override_params, recommended_params
 from preheat.frontend.receipt_log import ReceiptLog
 from preheat.frontend.receipts import Receipts

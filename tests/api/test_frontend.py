@@ -46,8 +46,9 @@ from preheat.errors import (
 )
 from preheat.frontend import frontend as frontend_module
 from preheat.frontend.adapters import Adapters
-from preheat.frontend.frontend import Frontend, FrontendOptions
+from preheat.frontend.frontend import Frontend
 from preheat.frontend.input_processor import naming_prompt
+from preheat.frontend.options import FrontendOptions
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.llm import LLM

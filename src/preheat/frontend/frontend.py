@@ -6,8 +6,7 @@ between steps of the loop, the server from its event loop.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cached_property
 from itertools import count
 from typing import TYPE_CHECKING, Any
@@ -40,27 +39,25 @@ from preheat.errors import (
     WireError,
 )
 from preheat.frontend.adapters import Adapters
-from preheat.frontend.answer_cache import AnswerCache
 from preheat.frontend.answer_format import AnswerFormats
 from preheat.frontend.chat_template import ChatTemplate
-from preheat.frontend.embedding import asked_of
 from preheat.frontend.input_processor import InputProcessor
 from preheat.frontend.long_texts import LongTexts
+from preheat.frontend.options import USUAL, FrontendOptions
 from preheat.frontend.output_processor import OutputProcessor
 from preheat.frontend.params_checker import recommended_params
+from preheat.frontend.pooling_tasks import PoolingTasks
 from preheat.frontend.prompt_embeds import PromptEmbeds
 from preheat.frontend.receipts import Receipts
 from preheat.frontend.relay import Relay, apart
-from preheat.frontend.request_state import CheckedParams, Choice, RequestState
+from preheat.frontend.request_state import Choice, RequestState
 from preheat.frontend.tokenizer import Tokenizer
-from preheat.frontend.tracing import RequestTraces
 from preheat.metrics import Metrics
 from preheat.utils.contract import Contract, digest_of
 from preheat.utils.pooling import Pooling
-from preheat.utils.sentence_modules import PoolingType
 
 if TYPE_CHECKING:
-    from preheat.frontend.images import Images, Source  # needs Pillow; models without images do without it
+    from preheat.frontend.images import Source  # needs Pillow; models without images do without it
 
 
 _encode = msgspec.msgpack.Encoder().encode
@@ -68,43 +65,8 @@ _encode = msgspec.msgpack.Encoder().encode
 MOST_BYTES = 2**28
 """Most bytes that one client's request gives to the engine."""
 
-_MOST_POOLED = 64
-"""Most parameters of texts to pool that are kept: clients choose where a text is cut."""
-
 ID_BYTES = 8
 """Bytes of a token id in a list."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class FrontendOptions:
-    """What a frontend serves, beside text in and text out.
-
-    ``template`` and ``recommended`` (sampling defaults): the model's own unless given. ``max_queued``: most sequences
-    that may wait for their first step. ``log_requests``: see :mod:`preheat.frontend.request_log`. ``formats``: how
-    answers are read; by default, all text is content. ``max_logprobs``, ``seed`` and ``priorities``: see
-    :class:`InputProcessor`. ``images``: the reader of requests' images, if the model sees images. ``pooling``: how the
-    engine makes embeddings; it then generates nothing. ``adapters``: the adapters that requests may name.
-    ``embed_size``: the row length of prompts that are embeddings; None: such prompts are refused. ``traces``: the
-    receiver of requests' spans. ``receipts``: how answers get receipts. ``answers``: the answer
-    cache.
-    """
-
-    template: ChatTemplate | None = None
-    recommended: Mapping[str, object] | None = None
-    max_logprobs: int = 20
-    max_queued: int | None = None
-    metrics: Metrics | None = None
-    seed: int | None = None
-    log_requests: bool = False
-    images: Images | None = None
-    formats: AnswerFormats | None = None
-    priorities: bool = False
-    pooling: Pooling | None = None
-    embed_size: int | None = None
-    adapters: Adapters | None = None
-    traces: RequestTraces | None = None
-    receipts: Receipts | None = None
-    answers: AnswerCache | None = None
 
 
 class Frontend:
@@ -116,7 +78,7 @@ class Frontend:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, send: Callable[[ToEngine], None], options: FrontendOptions = FrontendOptions()
+        self, tokenizer: Tokenizer, send: Callable[[ToEngine], None], options: FrontendOptions = USUAL
     ) -> None:
         self.tokenizer, self.template = tokenizer, options.template or ChatTemplate(tokenizer)
         self.formats = options.formats or AnswerFormats(tokenizer)
@@ -133,6 +95,7 @@ class Frontend:
             reasoning=self.formats.reasoning,
             long_texts=_long_texts(options.pooling),
         )
+        self.tasks = PoolingTasks(options.pooling, self.input.checker)
         self.receipts, self.answers = options.receipts or Receipts(), options.answers
         self.metrics.answer_cache = None if self.answers is None else self.answers.figures
         self.metrics.receipt_log = self.receipts.log
@@ -146,7 +109,6 @@ class Frontend:
         self.state = EngineState()
         self._send, self._options = send, options
         self._relays = dict[int, Relay]()  # by id, the requests of other frontends
-        self._pooled = dict[tuple[PoolingType, int | None, str | None], CheckedParams]()
         self._starting = 0  # sequences of requests that are being sent
         self._commands, self._asked = count(1), dict[int, Callable[[Outcome], None]]()
 
@@ -205,71 +167,6 @@ class Frontend:
         """Raise NotInvariant if the check at boot failed."""
         if self.ready is not None and self.ready.blocked_reason:
             raise NotInvariant(_blocked(self.ready))
-
-    def check_generates(self, what: str) -> None:
-        """Raise InvalidRequest if the engine makes embeddings; ``what`` is the API in the message."""
-        if self.pooling is not None:
-            raise InvalidRequest(f"The model does not support {what}: this engine makes embeddings (--runner pooling)")
-
-    def pooling_of(self, what: str) -> Pooling:
-        """Return how texts are pooled. Raises InvalidRequest, naming the API ``what``, if the engine generates."""
-        if self.pooling is None:
-            raise InvalidRequest(f"The model does not support {what}: start the engine with --runner pooling")
-        return self.pooling
-
-    def embedding_of(self, what: str) -> Pooling:
-        """Return how embeddings are made. Raises InvalidRequest, naming the API ``what``, if the engine makes none."""
-        found = self.pooling_of(what)
-        if found.classes:
-            raise InvalidRequest(f"The model does not support {what}: it classifies texts, see /classify and /score")
-        if found.of_tokens:
-            raise InvalidRequest(
-                f"The model does not support {what}: each token has a vector, see /score, and /pooling with token_embed"
-            )
-        return found
-
-    def pooling_for(self, task: str, what: str) -> Pooling:
-        """Return how ``task`` pools texts. Raises InvalidRequest, naming the API ``what``, for an unknown one."""
-        if task == "classify":
-            return self.classes_of(what)
-        if task == "token_embed":
-            return self.pooling_of(what)
-        if task != "embed":
-            raise InvalidRequest(
-                f"task is {task!r}, but only embed, token_embed and classify are served by {what}", param="task"
-            )
-        return self.embedding_of(what)
-
-    def classes_of(self, what: str) -> Pooling:
-        """Return how texts are classified. Raises InvalidRequest, naming the API ``what``, for another model."""
-        if self.pooling is None or not self.pooling.classes:
-            raise InvalidRequest(f"The model does not support {what}: it has no head for classes")
-        return self.pooling
-
-    def scoring_of(self, what: str) -> Pooling:
-        """Return how pairs are scored. Raises InvalidRequest, naming the API ``what``, for several classes."""
-        found = self.pooling_of(what)
-        if len(found.classes) > 1:
-            raise InvalidRequest(
-                f"The model does not support {what}: it has {len(found.classes)} classes, and a score is the number of "
-                "a single one; see /classify"
-            )
-        return found
-
-    def asked_of(
-        self, pooling: Pooling, truncate: int | None = None, side: str | None = None, *, of_tokens: bool = False
-    ) -> CheckedParams:
-        """Return the checked parameters of a text to pool; see :func:`preheat.frontend.embedding.asked_of`.
-
-        They are made once, as most texts have the same. Raises InvalidRequest.
-        """
-        key = "ALL" if of_tokens else pooling.type, truncate, side
-        found = self._pooled.get(key)
-        if found is None:
-            if len(self._pooled) >= _MOST_POOLED:
-                self._pooled.clear()
-            found = self._pooled[key] = self.input.checker.checked(asked_of(*key))
-        return found
 
     def load_images(self, sources: Sequence[Source]) -> list[Image]:
         """Return the images of a request, in order. Raises InvalidRequest. May wait for the network."""

@@ -63,7 +63,7 @@ async def render(request: Request) -> Response:
 async def batch(request: Request) -> ASGIApp:
     """Answer several conversations."""
     frontend, body = await read_request(request, BatchChatRequest)
-    frontend.check_generates("Chat Completions API")
+    frontend.tasks.check_generates("Chat Completions API")
     if not 1 <= len(body.messages) <= MAX_PROMPTS:
         raise InvalidRequest(
             f"messages must hold 1 to {MAX_PROMPTS} conversations, got {len(body.messages)}", param="messages"
@@ -94,7 +94,7 @@ def _naming_conversation(place: int) -> Iterator[None]:
 async def _asked(request: Request) -> tuple[ChatRequest, RequestState, AnswerFormat]:
     """Return the body, and its checked request."""
     frontend, body = await read_request(request, ChatRequest)
-    frontend.check_generates("Chat Completions API")
+    frontend.tasks.check_generates("Chat Completions API")
     return body, *await _prepared(request, frontend, body)
 
 

@@ -13,7 +13,7 @@ from preheat.server.embeddings_schema import Classification, ClassificationList,
 async def classify(request: Request) -> ASGIApp:
     """Classify texts."""
     frontend, body = await read_request(request, ClassifyRequest)
-    frontend.classes_of("Classification API")
+    frontend.tasks.classes_of("Classification API")
     return _ClassWriter(request, body, await embedded_states(request, frontend, body, body.input))
 
 

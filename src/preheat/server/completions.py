@@ -39,7 +39,7 @@ DEFAULT_MAX_TOKENS = 16
 async def completions(request: Request) -> ASGIApp:
     """Complete prompts."""
     frontend, body = await read_request(request, CompletionRequest)
-    frontend.check_generates("Completions API")
+    frontend.tasks.check_generates("Completions API")
     params = await interpreted(request, partial(_params, frontend, body))
     prompts, special = await _prompts(request, frontend, body, params), body.add_special_tokens is not False
     capped = body.max_tokens is None

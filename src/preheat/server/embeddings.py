@@ -52,16 +52,16 @@ FLOAT_LE = np.dtype("<f4")
 async def embeddings(request: Request) -> ASGIApp:
     """Make embeddings of texts."""
     frontend, body = await read_request(request, EmbeddingRequest)
-    texts = _of_kind(request, frontend.embedding_of("Embeddings API"), body)
+    texts = _of_kind(request, frontend.tasks.embedding_of("Embeddings API"), body)
     return _EmbeddingWriter(request, body, await embedded_states(request, frontend, body, texts))
 
 
 async def pooling(request: Request) -> ASGIApp:
     """Pool the hidden states of texts."""
     frontend, body = await read_request(request, PoolingRequest)
-    own = frontend.pooling_of("Pooling API")
+    own = frontend.tasks.pooling_of("Pooling API")
     if body.task is not None:
-        own = frontend.pooling_for(body.task, "Pooling API")
+        own = frontend.tasks.pooling_for(body.task, "Pooling API")
     texts = _of_kind(request, own, body)
     if not own.of_tokens and body.task != "token_embed":
         return _PoolingWriter(request, body, await embedded_states(request, frontend, body, texts))
@@ -94,10 +94,10 @@ async def embedded_states(
 
     ``field`` has the names of the texts in errors.
     """
-    own = frontend.pooling_of("Embeddings API")
+    own = frontend.tasks.pooling_of("Embeddings API")
     check_dimensions(own, body.dimensions)
     with renamed(field):
-        params = frontend.asked_of(own, body.truncate_prompt_tokens, body.truncation_side, of_tokens=of_tokens)
+        params = frontend.tasks.asked_of(own, body.truncate_prompt_tokens, body.truncation_side, of_tokens=of_tokens)
         prompts = await interpreted(
             request, partial(listed, frontend, given if isinstance(given, str) else list(given), params.params)
         )
@@ -114,7 +114,7 @@ class PooledWriter(WholeWriter):
 
     def __init__(self, request: Request, body: Texts, states: Sequence[RequestState]) -> None:
         super().__init__(request, states)
-        self._body, self._pooling = body, self._frontend.pooling_of("Pooling API")
+        self._body, self._pooling = body, self._frontend.tasks.pooling_of("Pooling API")
         self._fields: dict[str, Any] = {
             "id": f"{self.prefix}-{request_id(request)}",
             "created": int(time.time()),

@@ -84,7 +84,7 @@ async def generate(request: Request) -> ASGIApp:
     if request.headers.get("content-type", "").partition(";")[0] == MEDIA:
         return await _relayed(request)
     frontend, body = await read_request(request, GenerateRequest)
-    frontend.check_generates("generate API")
+    frontend.tasks.check_generates("generate API")
     given = dict(body.sampling_params)
     if unknown := sorted(given.keys() - _NAMES):
         raise InvalidRequest(f"sampling_params has an unknown field, {unknown[0]}", param="sampling_params")

@@ -50,7 +50,7 @@ THINKING = ("enable_thinking", "thinking")
 async def messages(request: Request) -> ASGIApp:
     """Answer a conversation, in Anthropic's form."""
     frontend, body = await read_request(request, MessagesRequest)
-    frontend.check_generates("Messages API")
+    frontend.tasks.check_generates("Messages API")
 
     def asked() -> tuple[Conversation, ToolChoice, SamplingParams]:
         params = frontend.input.params(

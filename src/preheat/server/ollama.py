@@ -60,7 +60,7 @@ _NANOSECONDS = 1e9
 async def chat(request: Request) -> ASGIApp:
     """Answer a conversation, in Ollama's form."""
     frontend, body = await _read(request, OllamaChatRequest)
-    frontend.check_generates("Ollama chat API")
+    frontend.tasks.check_generates("Ollama chat API")
     if not body.messages:
         return _loaded(body, partial(OllamaChatAnswer, message=OllamaAnswerMessage()))
     params = _params(request, frontend, body)
@@ -72,7 +72,7 @@ async def chat(request: Request) -> ASGIApp:
 async def generate(request: Request) -> ASGIApp:
     """Answer a prompt, in Ollama's form."""
     frontend, body = await _read(request, OllamaGenerateRequest)
-    frontend.check_generates("Ollama generate API")
+    frontend.tasks.check_generates("Ollama generate API")
     if not body.prompt:
         return _loaded(body, partial(OllamaGenerateAnswer, response=""))
     params = _params(request, frontend, body)
@@ -92,7 +92,7 @@ async def generate(request: Request) -> ASGIApp:
 async def embed(request: Request) -> ASGIApp:
     """Make embeddings of texts, in Ollama's form."""
     frontend, body = await _read(request, OllamaEmbedRequest)
-    frontend.embedding_of("Ollama embed API")
+    frontend.tasks.embedding_of("Ollama embed API")
     ignore(request, [f"options.{name}" for name in body.options or ()])
     if body.truncate:
         ignore(request, ["truncate"])  # a text that is too long is refused

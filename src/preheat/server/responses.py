@@ -38,7 +38,7 @@ from preheat.server.structured import the_one
 async def responses(request: Request) -> ASGIApp:
     """Answer a conversation."""
     frontend, body = await read_request(request, ResponsesRequest)
-    frontend.check_generates("Responses API")
+    frontend.tasks.check_generates("Responses API")
     store = _store(request)
     _check_kept(store, body)
     previous = _said_before(store, body.previous_response_id) if store and body.previous_response_id else []

@@ -33,7 +33,7 @@ from preheat.server.text_fields import named, renamed, sides
 async def score(request: Request) -> ASGIApp:
     """Score pairs of texts."""
     frontend, body = await read_request(request, ScoreRequest)
-    own = frontend.scoring_of("Score API")
+    own = frontend.tasks.scoring_of("Score API")
     (name, other), first, second = body.sides()
     paired(len(first), len(second), name)
     if own.scores_pairs:
@@ -47,7 +47,7 @@ async def score(request: Request) -> ASGIApp:
 async def rerank(request: Request) -> ASGIApp:
     """Order documents by their scores with a query."""
     frontend, body = await read_request(request, RerankRequest)
-    own = frontend.scoring_of("Rerank API")
+    own = frontend.tasks.scoring_of("Rerank API")
     if not body.documents:
         raise InvalidRequest("documents must not be empty", param="documents")
     if body.top_n is not None and body.top_n < 0:
@@ -88,7 +88,7 @@ async def pair_states(
     ``name`` is the field of the second texts.
     """
     frontend: Frontend = request.app.state.service.frontend
-    own = frontend.scoring_of("Score API")
+    own = frontend.tasks.scoring_of("Score API")
     if body.dimensions is not None or body.add_special_tokens is False:
         name = "add_special_tokens" if body.dimensions is None else "dimensions"
         raise InvalidRequest(f"{name} has no meaning for pairs of texts: leave it out", param=name)
@@ -97,7 +97,7 @@ async def pair_states(
     with renamed(named(name)):
         return await prepared(
             request, pairs_of(own, first, second, most_second),
-            frontend.asked_of(own, body.truncate_prompt_tokens, body.truncation_side), add_special_tokens=True,
+            frontend.tasks.asked_of(own, body.truncate_prompt_tokens, body.truncation_side), add_special_tokens=True,
             cache_salt=body.cache_salt or "", priority=body.priority or 0, cap_length=True,
         )  # fmt: skip
 

@@ -46,7 +46,7 @@ INPUTS = named("inputs")
 async def embed(request: Request) -> ASGIApp:
     """Make embeddings of texts; the answer is a list of vectors."""
     frontend, body = await read_request(request, EmbedRequest)
-    given = prompted(frontend.embedding_of("Embed API"), body.inputs, body.prompt_name)
+    given = prompted(frontend.tasks.embedding_of("Embed API"), body.inputs, body.prompt_name)
     states = await embedded_states(request, frontend, _asked(body, body.dimensions), given, field=INPUTS)
     return _VectorsWriter(request, body, states)
 
@@ -54,7 +54,7 @@ async def embed(request: Request) -> ASGIApp:
 async def embed_all(request: Request) -> ASGIApp:
     """Return the states of all tokens of texts, as they are; a ColBERT's vectors have length 1."""
     frontend, body = await read_request(request, EmbedTokensRequest)
-    own = frontend.pooling_of("Embed all API")
+    own = frontend.tasks.pooling_of("Embed all API")
     check_of_tokens(own, None)
     given = prompted(own, body.inputs, body.prompt_name)
     states = await embedded_states(request, frontend, _asked(body), given, of_tokens=True, field=INPUTS)
@@ -69,7 +69,7 @@ async def embed_sparse(request: Request) -> ASGIApp:
 async def similarity(request: Request) -> ASGIApp:
     """Compare a sentence with others; the answer is a list of cosines."""
     frontend, body = await read_request(request, SimilarityRequest)
-    own, how = frontend.embedding_of("Similarity API"), body.parameters or SimilarityOptions()
+    own, how = frontend.tasks.embedding_of("Similarity API"), body.parameters or SimilarityOptions()
     if not body.inputs.sentences:
         raise InvalidRequest("inputs.sentences must not be empty", param="inputs")
     given = prompted(own, [body.inputs.source_sentence, *body.inputs.sentences], how.prompt_name)
@@ -80,7 +80,7 @@ async def similarity(request: Request) -> ASGIApp:
 
 async def by_kind(request: Request) -> ASGIApp:
     """Do what the model is for: embed texts, rank texts, or classify them."""
-    own = request.app.state.service.frontend.pooling_of("Embed API")
+    own = request.app.state.service.frontend.tasks.pooling_of("Embed API")
     if not own.classes:
         return await embed(request)
     return await (_rerank_texts if own.scores_pairs else predict)(request)
@@ -106,14 +106,14 @@ def prompted(
 async def predict(request: Request) -> ASGIApp:
     """Classify texts, or pairs of texts."""
     frontend, body = await read_request(request, PredictRequest)
-    own = frontend.classes_of("Predict API")
+    own = frontend.tasks.classes_of("Predict API")
     batch = isinstance(body.inputs, list) and any(isinstance(each, list) for each in body.inputs)
     given: list[Any] = body.inputs if batch and isinstance(body.inputs, list) else [body.inputs]
     if not 1 <= len(given) <= MAX_PROMPTS:
         raise InvalidRequest(f"inputs must hold 1 to {MAX_PROMPTS} texts or pairs, got {len(given)}", param="inputs")
     with renamed(INPUTS):
         states = await prepared(
-            request, [_read(own, each) for each in given], frontend.asked_of(own, body.kept, body.side),
+            request, [_read(own, each) for each in given], frontend.tasks.asked_of(own, body.kept, body.side),
             add_special_tokens=True, cache_salt="", cap_length=True,
         )  # fmt: skip
     return _PredictWriter(request, body, states, batch)
@@ -134,7 +134,7 @@ class _Named(Struct):
 async def _rerank_texts(request: Request) -> ASGIApp:
     """Order texts; the answer is a list."""
     frontend, body = await read_request(request, RerankTextsRequest)
-    if not frontend.scoring_of("Rerank API").scores_pairs:
+    if not frontend.tasks.scoring_of("Rerank API").scores_pairs:
         raise InvalidRequest("The model does not support Rerank API with texts: it reads no pairs; write documents")
     if not body.texts:
         raise InvalidRequest("texts must not be empty", param="texts")
@@ -145,7 +145,7 @@ async def _rerank_texts(request: Request) -> ASGIApp:
 async def info(request: Request) -> Response:
     """Return the model and the limits of the server."""
     service: Service = request.app.state.service
-    own, settings = service.frontend.pooling_of("Info API"), service.settings
+    own, settings = service.frontend.tasks.pooling_of("Info API"), service.settings
     limits = service.frontend.limits()
     kind: dict[str, Any] = {"embedding": {"pooling": own.type.lower()}}
     if own.classes:

@@ -40,7 +40,7 @@ async def _tokenize_texts(request: Request) -> ASGIApp:
     if not 1 <= len(given) <= MAX_PROMPTS:
         raise InvalidRequest(f"inputs must hold 1 to {MAX_PROMPTS} texts, got {len(given)}", param="inputs")
     if body.prompt_name is not None:
-        own = frontend.pooling_of("Tokenize API with prompt_name")
+        own = frontend.tasks.pooling_of("Tokenize API with prompt_name")
         given = [str(text) for text in prompted(own, given, body.prompt_name)]
     special = body.add_special_tokens is not False
     return await in_turn(request, sum(map(len, given)), partial(_listed, frontend, given, special))

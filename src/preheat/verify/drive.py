@@ -22,8 +22,9 @@ from preheat.engine.loop import EngineSide, Loop
 from preheat.errors import PreheatError
 from preheat.execution.executor import Executor
 from preheat.execution.input_batch import InputBatch
-from preheat.frontend.frontend import Frontend, FrontendOptions
+from preheat.frontend.frontend import Frontend
 from preheat.frontend.journal import Journal
+from preheat.frontend.options import FrontendOptions
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.frontend.tokenizer import ModelFiles, NoTokenizer
 from preheat.model.files import find_model, read_config

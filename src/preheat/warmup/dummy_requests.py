@@ -17,7 +17,8 @@ import msgspec
 from preheat.core import OWN_ID, Delta, Finish, Ready, Request, SamplingParams, Stats, ToEngine, TokenLogprobs
 from preheat.engine.loop import Loop
 from preheat.errors import InvalidRequest
-from preheat.frontend.frontend import Frontend, FrontendOptions
+from preheat.frontend.frontend import Frontend
+from preheat.frontend.options import FrontendOptions
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.plan.sampler_settings import POOLER_SETTINGS
 from preheat.transport import InlineTransport
