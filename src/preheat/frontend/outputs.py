@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Self, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Self, TypeVar
 
 import numpy as np
 
@@ -163,42 +163,36 @@ class PoolingRequestOutput(Generic[Pooled]):
     num_cached_tokens: int = 0
 
 
-class EmbeddingRequestOutput(PoolingRequestOutput[EmbeddingOutput]):
+class _OfPooled(PoolingRequestOutput[Pooled]):
+    __slots__ = ()
+    _kind: ClassVar[Any]
+
+    @classmethod
+    def from_base(cls, pooled: PoolingRequestOutput[PoolingOutput]) -> Self:
+        """Make the result from the same prompt's pooled output."""
+        names = ("request_id", "prompt_token_ids", "finished", "num_cached_tokens")
+        return cls(outputs=cls._kind.from_base(pooled.outputs), **{name: getattr(pooled, name) for name in names})
+
+
+class EmbeddingRequestOutput(_OfPooled[EmbeddingOutput]):
     """A prompt and its embedding."""
 
     __slots__ = ()
-
-    @classmethod
-    def from_base(cls, pooled: PoolingRequestOutput[PoolingOutput]) -> Self:
-        """Make the result from the same prompt's pooled output."""
-        return cls(**_of_prompt(pooled), outputs=EmbeddingOutput.from_base(pooled.outputs))
+    _kind = EmbeddingOutput
 
 
-class ClassificationRequestOutput(PoolingRequestOutput[ClassificationOutput]):
+class ClassificationRequestOutput(_OfPooled[ClassificationOutput]):
     """A prompt and the probabilities of its classes."""
 
     __slots__ = ()
-
-    @classmethod
-    def from_base(cls, pooled: PoolingRequestOutput[PoolingOutput]) -> Self:
-        """Make the result from the same prompt's pooled output."""
-        return cls(**_of_prompt(pooled), outputs=ClassificationOutput.from_base(pooled.outputs))
+    _kind = ClassificationOutput
 
 
-class ScoringRequestOutput(PoolingRequestOutput[ScoringOutput]):
+class ScoringRequestOutput(_OfPooled[ScoringOutput]):
     """Two prompts and how alike they are."""
 
     __slots__ = ()
-
-    @classmethod
-    def from_base(cls, pooled: PoolingRequestOutput[PoolingOutput]) -> Self:
-        """Make the result from a pooled output that is one number."""
-        return cls(**_of_prompt(pooled), outputs=ScoringOutput.from_base(pooled.outputs))
-
-
-def _of_prompt(pooled: PoolingRequestOutput[PoolingOutput]) -> dict[str, Any]:
-    names = ("request_id", "prompt_token_ids", "finished", "num_cached_tokens")
-    return {name: getattr(pooled, name) for name in names}
+    _kind = ScoringOutput
 
 
 @dataclass(slots=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 from preheat.backends.base.facts import Facts
 from preheat.plan.functions import Function
+from preheat.settings.warm_up import BucketSettings
 from preheat.utils.speculation import WITH_WEIGHTS
 from preheat.utils.structured import preloads_of
 
@@ -14,7 +15,7 @@ DIMENSIONS = ("prompt_bs", "prompt_seq", "decode_bs", "decode_block", "decode_se
 
 
 @dataclass(frozen=True, kw_only=True)
-class PlanOptions:
+class PlanOptions(BucketSettings):
     """The settings of a plan, with the names and meanings of Settings.
 
     A part of a bucket range that is None takes the policy's default. ``pads_context`` and ``host_sampler`` are no
@@ -25,36 +26,6 @@ class PlanOptions:
     """
 
     bucketing_policy: str = "unified"
-    bucketing_strategy: str = "auto"
-    bucketing_from_file: str | None = None
-    bucket_pad_max: int | None = None
-    bucket_pad_percent: int | None = None
-    prompt_bs_bucket_min: int | None = None
-    prompt_bs_bucket_step: int | None = None
-    prompt_bs_bucket_max: int | None = None
-    prompt_bs_bucket_pad_max: int | None = None
-    prompt_bs_bucket_pad_percent: int | None = None
-    prompt_seq_bucket_min: int | None = None
-    prompt_seq_bucket_step: int | None = None
-    prompt_seq_bucket_max: int | None = None
-    prompt_seq_bucket_pad_max: int | None = None
-    prompt_seq_bucket_pad_percent: int | None = None
-    decode_bs_bucket_min: int | None = None
-    decode_bs_bucket_step: int | None = None
-    decode_bs_bucket_max: int | None = None
-    decode_bs_bucket_pad_max: int | None = None
-    decode_bs_bucket_pad_percent: int | None = None
-    decode_block_bucket_min: int | None = None
-    decode_block_bucket_step: int | None = None
-    decode_block_bucket_max: int | None = None
-    decode_block_bucket_pad_max: int | None = None
-    decode_block_bucket_pad_percent: int | None = None
-    decode_seq_bucket_min: int | None = None
-    decode_seq_bucket_step: int | None = None
-    decode_seq_bucket_max: int | None = None
-    decode_seq_bucket_pad_max: int | None = None
-    decode_seq_bucket_pad_percent: int | None = None
-    allow_large_plan: bool = False
     skip_warmup: bool = False
     enable_prefix_caching: bool = True
     batch_invariant: bool = True

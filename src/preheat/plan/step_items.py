@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 from preheat.core import Level
 from preheat.plan import lines
@@ -198,14 +198,33 @@ class EncoderItem(Item):
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterItem(Item):
+class _VariantItem(Item):
+    """Another program of a forward or sampler item: the one with this ``flag``."""
+
+    flag: ClassVar[str]
+    item: ForwardItem | SamplerItem
+
+    @property
+    def shape(self) -> dict[str, Any]:
+        return {"of": self.item.kind, **self.item.shape}
+
+    @property
+    def program(self) -> Program[Any]:
+        flags: dict[str, Any] = {self.flag: True}
+        return self.item.program._replace(**flags)
+
+    def run(self, warm: ItemRunner) -> None:
+        self.item.run_as(self.program, warm)
+
+
+@dataclass(frozen=True, slots=True)
+class AdapterItem(_VariantItem):
     """A forward or sampler program for steps in which some rows have adapters.
 
     The adapters' identity, slots and number are no part of a program.
     """
 
-    KIND = "lora"
-    item: ForwardItem | SamplerItem
+    KIND, flag = "lora", "adapted"
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Iterable[AdapterItem]:
@@ -216,42 +235,19 @@ class AdapterItem(Item):
         programs = {item.program: item for item in SamplerItem.of_plan(plan) if item.rows}
         yield from map(cls, programs.values())
 
-    @property
-    def shape(self) -> dict[str, Any]:
-        return {"of": self.item.kind, **self.item.shape}
-
-    @property
-    def program(self) -> Program[Any]:
-        return self.item.program._replace(adapted=True)
-
     def cost(self, costs: Costs) -> Cost:
         known = costs.measured.get(self.name)
         return self.item.cost(costs) if known is None else Cost(known, 0)
 
-    def run(self, warm: ItemRunner) -> None:
-        self.item.run_as(self.program, warm)
-
 
 @dataclass(frozen=True, slots=True)
-class DraftItem(Item):
+class DraftItem(_VariantItem):
     """A forward or sampler item of the draft model's plan."""
 
-    KIND, stage = "draft", "last"
-    item: ForwardItem | SamplerItem
+    KIND, stage, flag = "draft", "last", "draft"
 
     @classmethod
     def of_plan(cls, plan: Plan) -> Iterable[DraftItem]:
         """Return the forward and sampler items of the draft model's plan, in its order."""
         items = plan.draft.items if plan.draft else ()
         return (cls(item) for item in items if isinstance(item, ForwardItem | SamplerItem))
-
-    @property
-    def shape(self) -> dict[str, Any]:
-        return {"of": self.item.kind, **self.item.shape}
-
-    @property
-    def program(self) -> Program[Any]:
-        return self.item.program._replace(draft=True)
-
-    def run(self, warm: ItemRunner) -> None:
-        self.item.run_as(self.program, warm)
