@@ -17,14 +17,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from preheat.core import (
-    Image,
-    Ready,
-    Request,
-    SamplingParams,
-    Segment,
-    Thinking,
-)
+from preheat.core import Image, Ready, Request, SamplingParams, Segment, Thinking
 from preheat.errors import InvalidRequest
 from preheat.frontend.beam_search import BeamSearch
 from preheat.frontend.beams import BeamSearchParams

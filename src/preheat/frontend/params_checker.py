@@ -7,12 +7,7 @@ from typing import Any
 
 import msgspec
 
-from preheat.core import (
-    CALLERS_FIELDS,
-    MAX_STOP_IDS,
-    SAMPLING_FIELDS,
-    SamplingParams,
-)
+from preheat.core import CALLERS_FIELDS, MAX_STOP_IDS, SAMPLING_FIELDS, SamplingParams
 from preheat.errors import InvalidRequest, ModelError, SettingsError
 from preheat.frontend.reasoning import ReasoningFormat
 from preheat.frontend.request_state import CheckedParams

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from preheat.core import (
-    Ready,
-    SamplingParams,
-)
+from preheat.core import Ready, SamplingParams
 from preheat.errors import ContextTooLong, InvalidRequest
 from preheat.frontend.room import Room
 

@@ -7,21 +7,7 @@ from collections.abc import Callable
 from fractions import Fraction
 
 from preheat.grammar.characters import Ranges
-from preheat.grammar.nodes import (
-    Alt,
-    Both,
-    Chars,
-    Multiple,
-    Node,
-    Not,
-    Quoted,
-    Ref,
-    Repeat,
-    Rules,
-    Seq,
-    Token,
-    within,
-)
+from preheat.grammar.nodes import Alt, Both, Chars, Multiple, Node, Not, Quoted, Ref, Repeat, Rules, Seq, Token, within
 from preheat.grammar.quote import quoted
 from preheat.grammar.source import Inexact
 

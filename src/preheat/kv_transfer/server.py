@@ -17,16 +17,7 @@ import msgspec
 
 from preheat.errors import SettingsError
 from preheat.kv_transfer.line import Line
-from preheat.kv_transfer.messages import (
-    MOST_HELLO,
-    MOST_WANT,
-    Hello,
-    Part,
-    Want,
-    Welcome,
-    digest_of_block,
-    why_not,
-)
+from preheat.kv_transfer.messages import MOST_HELLO, MOST_WANT, Hello, Part, Want, Welcome, digest_of_block, why_not
 from preheat.kv_transfer.sends import Answer, Sends, Staged
 
 logger = logging.getLogger(__name__)

@@ -21,13 +21,7 @@ from preheat.server.decoding import Names
 from preheat.server.ignored import ignore, names_for
 from preheat.server.params import sampling_fields
 from preheat.server.responses_items import messages_of
-from preheat.server.responses_schema import (
-    LOGPROBS,
-    Deleted,
-    FunctionChoice,
-    ResponsesRequest,
-    TextFormat,
-)
+from preheat.server.responses_schema import LOGPROBS, Deleted, FunctionChoice, ResponsesRequest, TextFormat
 from preheat.server.responses_store import ResponseStore, Stored
 from preheat.server.responses_writer import BackgroundWriter, ResponsesWriter
 from preheat.server.schema import USUAL_VERBOSITY, AllowedTool, AllowedTools, FunctionName, NamedToolChoice

@@ -24,12 +24,7 @@ from preheat.backends.cuda.attention_values import ANY_ROWS, LOG2_E, Latents, Pi
 from preheat.backends.cuda.card import Card
 from preheat.backends.cuda.device import card_at
 from preheat.backends.cuda.launch import begin, options, processors
-from preheat.backends.cuda.paged_attention import (
-    SPLITS,
-    WHOLE,
-    AttentionConfig,
-    _merge_parts,
-)
+from preheat.backends.cuda.paged_attention import SPLITS, WHOLE, AttentionConfig, _merge_parts
 
 TOKENS = 8
 """The most tokens of a tile. Eight times the heads of most models fill whole programs."""

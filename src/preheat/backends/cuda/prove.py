@@ -19,13 +19,7 @@ from torch import Tensor
 from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.linear import apply
-from preheat.backends.cuda.matmul.config import (
-    ExpertsShape,
-    KernelConfig,
-    LinearShape,
-    experts_reference,
-    reference,
-)
+from preheat.backends.cuda.matmul.config import ExpertsShape, KernelConfig, LinearShape, experts_reference, reference
 from preheat.backends.cuda.matmul.heads import HeadsLayer
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.weights import DeviceWeight, PlainWeight, Weight

@@ -16,11 +16,7 @@ from triton.runtime.errors import TritonError
 from preheat.backends.cuda.device import card_at
 from preheat.backends.cuda.graph import capture
 from preheat.backends.cuda.linear import apply
-from preheat.backends.cuda.matmul.config import (
-    KernelConfig,
-    Library,
-    LinearShape,
-)
+from preheat.backends.cuda.matmul.config import KernelConfig, Library, LinearShape
 from preheat.backends.cuda.matmul.kernels import OWN_ROWS, candidates
 from preheat.backends.cuda.matmul.tables import Entry
 from preheat.backends.cuda.matmul.weights import PlainWeight, Weight

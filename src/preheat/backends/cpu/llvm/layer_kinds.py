@@ -7,15 +7,7 @@ from typing import cast
 
 from preheat.backends.base.functions import LayerParts
 from preheat.backends.base.layers import Norm
-from preheat.backends.cpu.llvm.kinds import (
-    LANES,
-    Cached,
-    LayerKind,
-    Routed,
-    RowNorm,
-    Shared,
-    Stored,
-)
+from preheat.backends.cpu.llvm.kinds import LANES, Cached, LayerKind, Routed, RowNorm, Shared, Stored
 from preheat.backends.cpu.llvm.layer import PanelExperts, PanelLayer
 from preheat.backends.cpu.llvm.packed import PackedNorm
 from preheat.limits import Limits

@@ -23,14 +23,7 @@ from preheat.backends.cpu.llvm.attend import queries_at_once, tokens_at_once
 from preheat.backends.cpu.llvm.attention import LlvmAttention
 from preheat.backends.cpu.llvm.embed import EMBEDS, TableRows, embeds
 from preheat.backends.cpu.llvm.job import JOB_WORDS
-from preheat.backends.cpu.llvm.kinds import (
-    COUNTERS,
-    LAYER_FRAME,
-    SPLIT,
-    LayerKind,
-    Product,
-    RowNorm,
-)
+from preheat.backends.cpu.llvm.kinds import COUNTERS, LAYER_FRAME, SPLIT, LayerKind, Product, RowNorm
 from preheat.backends.cpu.llvm.layer import PanelLayer, floats
 from preheat.backends.cpu.llvm.layer_kinds import experts_of, kind_of, packed_of, panels_of, routed_sizes
 from preheat.backends.cpu.llvm.machine import Code, compile_code, compile_side_by_side

@@ -27,25 +27,8 @@ from preheat.backends.cuda.elementwise import combined
 from preheat.backends.cuda.launch import INTERPRETED, begin, options
 from preheat.backends.cuda.matmul.ahead import ask, asked
 from preheat.backends.cuda.matmul.config import Tile, whole_groups
-from preheat.backends.cuda.matmul.maps import (
-    Cut,
-    Routed,
-    RoutedForm,
-    all_rows,
-    all_rows_masked,
-    by_expert,
-    programs,
-)
-from preheat.backends.cuda.matmul.products import (
-    Codes,
-    CodesForm,
-    Float8,
-    Float8Form,
-    Plain,
-    codes,
-    float8,
-    plain,
-)
+from preheat.backends.cuda.matmul.maps import Cut, Routed, RoutedForm, all_rows, all_rows_masked, by_expert, programs
+from preheat.backends.cuda.matmul.products import Codes, CodesForm, Float8, Float8Form, Plain, codes, float8, plain
 from preheat.backends.cuda.matmul.weights import STEP, DeviceWeight, PlainWeight, Weight, layout
 from preheat.ops.kinds import Activation
 from preheat.ops.quantization import QuantizedRows
