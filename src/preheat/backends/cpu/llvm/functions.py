@@ -24,6 +24,10 @@ from preheat.backends.cpu.llvm.norms import norm, norm_row
 from preheat.backends.cpu.llvm.products import Finish, added, product, stored
 from preheat.backends.cpu.llvm.routed import experts
 
+WHOLE_ROWS = 16
+"""Rows of a step from which a thread claims all key heads of a row at once: the claim of one head takes longer than to
+write its key and its value."""
+
 
 def front(module: ir.Module, name: str, how: LayerKind) -> None:
     """Write the front of a layer: from ``x`` to ``attended``.
@@ -51,9 +55,10 @@ def front(module: ir.Module, name: str, how: LayerKind) -> None:
         table = e.at(e.field(tables, row, POINTER), group, WORD)
         return e.field(positions, row), Cache(e, how, parts, table, head)
 
-    phase = e.phase(e.mul(e.rows, how.kv_heads))
-    with e.units(*phase) as unit:
-        head, row = e.div(unit, e.rows), e.rem(unit, e.rows)
+    heads = e.choose(e.less(e.rows, WHOLE_ROWS), 1, how.kv_heads)  # of a unit
+    phase = e.phase(e.mul(e.rows, e.div(how.kv_heads, heads)))
+    with e.units(*phase) as unit, e.loop(0, heads) as number:
+        head, row = e.add(e.mul(e.div(unit, e.rows), heads), number), e.rem(unit, e.rows)
         place, cache = cached(row, head)
         turns_at = row if how.by_token else place
         append(e, how, e.at(qkv, e.mul(row, width)), parts, cache, head, (place, turns_at))
