@@ -144,8 +144,9 @@ def test_invalid_batches_are_refused(client: openai.OpenAI, kept: Server) -> Non
         body = {"input_file_id": file.id, "endpoint": "/v1/completions", "completion_window": "24h", **more}
         answer = kept.post("/v1/batches", body)
         assert answer.status == 400 and param in answer.body.decode()
-    with pytest.raises(openai.NotFoundError):
+    with pytest.raises(openai.NotFoundError) as unknown:
         client.batches.create(input_file_id="file-../x", endpoint="/v1/completions", completion_window="24h")
+    assert unknown.value.param == "input_file_id"
     with pytest.raises(openai.BadRequestError, match="purpose"):
         client.files.create(file=b"x", purpose="user_data")
     with pytest.raises(openai.APIStatusError, match="--max-batch-file-bytes") as error:

@@ -193,6 +193,9 @@ def test_an_integer_may_be_written_as_a_float(scripted: Server) -> None:
     """Gson writes each number so."""
     answer = scripted.post(COMPLETIONS, {"prompt": [[6.0, 7.0]], "max_tokens": 2.0, "seed": -1.0, "min_p": 0.0})
     assert answer.status == 200 and answer.json["usage"]["completion_tokens"] == 2
+    body = {"token_ids": [6.0, 7.0], "sampling_params": {"max_tokens": 2.0, "temperature": 0}}
+    answer = scripted.post("/inference/v1/generate", body)
+    assert answer.status == 200 and answer.json["usage"]["completion_tokens"] == 2
 
 
 def test_texts_of_a_message_have_several_types(scripted: Server) -> None:

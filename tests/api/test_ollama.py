@@ -60,11 +60,12 @@ def test_thinking_and_calls(client: Any) -> None:
 def test_options_are_sampling_fields(client: Any, door: Server) -> None:
     cut = client.generate("m", "Hi there, you", options={"num_predict": 2, "seed": 1, "temperature": 0.5})
     assert (cut.eval_count, cut.done_reason) == (2, "length")
+    assert client.generate("m", "Hi there, you", options={"num_predict": 2.0}).eval_count == 2
     assert client.generate("m", "Hi there, you", options={"stop": [" you"], "num_predict": -1}).response == "Hi there,"
     body = {"model": "m", "prompt": "Hi", "stream": False, "keep_alive": 0, "options": {"num_ctx": 99, "odd": 1}}
-    answer = door.post("/api/generate", body)
+    answer = door.post("/api/generate", body | {"template": "", "think": "high"})
     assert answer.status == 200
-    assert answer.headers["x-ignored-fields"] == "keep_alive, options.num_ctx, options.odd"
+    assert answer.headers["x-ignored-fields"] == "keep_alive, options.num_ctx, options.odd, think"
     assert "x-ignored-fields" not in door.post("/api/generate", {"model": "m", "prompt": "Hi"}).headers
     for options, said in (
         ({"top_p": 7}, "^options.top_p must"), ({"mirostat": 1}, "options.mirostat"), ({"seed": "x"}, "^options.seed"),

@@ -85,7 +85,11 @@ class BatchStore:
         """Create a batch. Raises InvalidRequest, NotFound, or TooManyBatches if there is no room."""
         if asked.endpoint not in ENDPOINTS:
             raise InvalidRequest(f"endpoint {asked.endpoint} is not one of {', '.join(ENDPOINTS)}", param="endpoint")
-        if self.files.get(asked.input_file_id).purpose != UPLOADED:
+        try:
+            purpose = self.files.get(asked.input_file_id).purpose
+        except NotFound as error:
+            raise NotFound(error.message, param="input_file_id") from error
+        if purpose != UPLOADED:
             raise InvalidRequest("input_file_id does not name a file with purpose batch", param="input_file_id")
         now, window = int(time.time()), asked.completion_window
         batch = BatchObject(

@@ -101,6 +101,18 @@ def converted(value: Any, kind: type[Kind], ignored: Names | None, at: str, para
         raise invalid(error, kind, param) from error
 
 
+def with_integers(values: dict[str, Any], kind: type[Struct]) -> dict[str, Any]:
+    """Return ``values`` of fields of ``kind``; a float without a fraction is an integer where the field is one."""
+    found: dict[str, Any] = _known_fields(values, _struct(kind), None, "")
+    return found
+
+
+def _struct(kind: type[Struct]) -> inspect.StructType:
+    described = _described(kind)
+    assert isinstance(described, inspect.StructType)
+    return described
+
+
 def _decoded(data: bytes, kind: type[Body], ignored: Names | None) -> Body:
     body: Body
     try:

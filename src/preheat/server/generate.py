@@ -18,12 +18,13 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from preheat.core import SAMPLING_FIELDS
+from preheat.core import SAMPLING_FIELDS, SamplingParams
 from preheat.errors import InvalidRequest, OtherContract, PreheatError
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.server import kv_transfer
 from preheat.server.answers import PromptTokensDetails, Usage
 from preheat.server.body import interpreted, read_body, read_request
+from preheat.server.decoding import with_integers
 from preheat.server.errors import error_body
 from preheat.server.middleware import request_id
 from preheat.server.params import TokenIds, chat_logprobs, prepared, prompt_logprobs_of
@@ -85,7 +86,7 @@ async def generate(request: Request) -> ASGIApp:
         return await _relayed(request)
     frontend, body = await read_request(request, GenerateRequest)
     frontend.tasks.check_generates("generate API")
-    given = dict(body.sampling_params)
+    given = with_integers(body.sampling_params, SamplingParams)
     if unknown := sorted(given.keys() - _NAMES):
         raise InvalidRequest(f"sampling_params has an unknown field, {unknown[0]}", param="sampling_params")
     given["detokenize"] = bool(given.get("stop"))

@@ -25,6 +25,7 @@ from preheat.server.answers import encode
 from preheat.server.blocks import BlocksWriter, call_arguments
 from preheat.server.body import interpreted, read_json
 from preheat.server.conversation import Conversation, prepared_talk, tool_choice
+from preheat.server.decoding import with_integers
 from preheat.server.embeddings import PooledWriter, embedded_states
 from preheat.server.embeddings_schema import EmbeddingRequest
 from preheat.server.errors import ollama_error
@@ -65,7 +66,7 @@ async def chat(request: Request) -> ASGIApp:
         return _loaded(body, partial(OllamaChatAnswer, message=OllamaAnswerMessage()))
     params = _params(request, frontend, body)
     messages = await interpreted(request, partial(_plain, body.messages))
-    talk = Conversation(messages, body.tools, _variables(frontend, body, body.tools))
+    talk = Conversation(messages, body.tools, _variables(frontend, body, body.tools), hints=_hints(body))
     return _ChatWriter(request, body, *await _prepared(request, frontend, talk, params))
 
 
@@ -85,7 +86,8 @@ async def generate(request: Request) -> ASGIApp:
         return _GenerateWriter(request, body, state, AnswerFormat())
     system = [OllamaMessage("system", body.system)] if body.system else []
     said = [*system, OllamaMessage("user", body.prompt, images=body.images)]
-    talk = Conversation(await interpreted(request, partial(_plain, said)), None, _variables(frontend, body, None))
+    plain = await interpreted(request, partial(_plain, said))
+    talk = Conversation(plain, None, _variables(frontend, body, None), hints=_hints(body))
     return _GenerateWriter(request, body, *await _prepared(request, frontend, talk, params))
 
 
@@ -126,6 +128,7 @@ def _params(request: Request, frontend: Frontend, body: OllamaGenerating) -> Sam
             raise InvalidRequest(f"options.{name} is not supported: leave it out", param=f"options.{name}")
     ignore(request, [f"options.{name}" for name in options if name not in SAMPLING_OPTIONS])
     given = {field: options[name] for name, field in SAMPLING_OPTIONS.items() if name in options}
+    given = with_integers(given, SamplingParams)
     if isinstance(given.get("max_tokens"), int) and given["max_tokens"] < 0:
         del given["max_tokens"]  # no limit but the model's length
     return frontend.input.params(**given, structured_outputs=_format(body.format))
@@ -151,6 +154,11 @@ def _variables(frontend: Frontend, body: OllamaGenerating, tools: object) -> dic
     if body.think and not switches and frontend.formats.reasoning is None:
         raise InvalidRequest("This model does not support thinking: leave think out", param="think")
     return dict.fromkeys(switches, body.think)
+
+
+def _hints(body: OllamaGenerating) -> dict[str, tuple[str, ...]]:
+    """Return the fields that a template may not look at, with their variables."""
+    return {"think": ("reasoning_effort",)} if isinstance(body.think, str) else {}
 
 
 def _plain(messages: Sequence[OllamaMessage]) -> list[dict[str, Any]]:

@@ -91,13 +91,14 @@ class OllamaChatRequest(OllamaGenerating, kw_only=True):
     tools: list[dict[str, Any]] | None = None
 
 
-@rejected("template width height steps")
+@rejected("width height steps")
 class OllamaGenerateRequest(OllamaGenerating, kw_only=True):
     """POST /api/generate. With ``raw`` the prompt is used without the chat template."""
 
     spelled: ClassVar[Spelled] = {**OllamaGenerating.spelled, "messages": ("images", "prompt")}
 
     prompt: str | None = None
+    template: Annotated[Any, only("")] = None
     system: str | None = None
     images: Images | None = None
     raw: bool | None = None
