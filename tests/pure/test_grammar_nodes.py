@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+from datetime import date
 from decimal import Decimal
 from itertools import product
 
@@ -13,7 +14,8 @@ from hypothesis import strategies as st
 
 from preheat.errors import InvalidRequest
 from preheat.grammar.characters import ANY_CHARACTER, common, others, ranges
-from preheat.grammar.derive import TooComplex, automaton, check_counts, fits, is_empty
+from preheat.grammar.derive import Matcher, TooComplex, automaton, check_counts, fits, is_empty
+from preheat.grammar.formats import format_node
 from preheat.grammar.nodes import (
     EVERYTHING,
     NOTHING,
@@ -107,6 +109,20 @@ def test_a_dot_that_takes_a_newline_is_noticed():
 def test_classes_of_schemas_match_as_in_ecmascript(pattern, fit, others):
     node = parsed(f"^(?:{pattern})$", ECMA)
     assert all(fits(node, each) for each in fit) and not any(fits(node, each) for each in others)
+
+
+def test_texts_that_begin_alike_share_the_work():
+    node, matcher = format_node("date"), Matcher()
+    texts = [f"20{year:02d}-{month:02d}-{day:02d}" for year in range(99) for month in range(14) for day in (1, 29, 31)]
+    assert [matcher.fits(node, each) for each in texts] == [_is_date(each) for each in texts]
+    assert len(matcher._seen) < len(texts)
+
+
+def _is_date(written: str) -> bool:
+    try:
+        return bool(date.fromisoformat(written))
+    except ValueError:
+        return False
 
 
 def test_a_pattern_of_a_schema_may_be_anywhere():

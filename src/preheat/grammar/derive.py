@@ -107,13 +107,25 @@ def _beginnings(node: Node) -> Iterable[Ranges]:
                     return
 
 
+class Matcher:
+    """Match texts; texts that begin alike share the work."""
+
+    def __init__(self) -> None:
+        self._seen = dict[tuple[Node, int], Node]()
+
+    def fits(self, node: Node, text: str) -> bool:
+        """Return whether ``node`` holds ``text``. Raises TooComplex."""
+        work = _Work(seen=self._seen)
+        for character in text:
+            node = work.derivative(node, ord(character))
+            if len(self._seen) > MOST_WORK:
+                self._seen.clear()
+        return nullable(node)
+
+
 def fits(node: Node, text: str) -> bool:
-    """Return whether ``node`` holds ``text``."""
-    work = _Work()
-    for character in text:
-        node = work.derivative(node, ord(character))
-        work.seen.clear()
-    return nullable(node)
+    """Return whether ``node`` holds ``text``. Raises TooComplex."""
+    return Matcher().fits(node, text)
 
 
 def is_empty(node: Node) -> bool:

@@ -13,11 +13,11 @@ from decimal import Decimal
 from typing import Any, NoReturn
 from urllib.parse import unquote
 
-from preheat.grammar.derive import TooComplex, check_counts, fits
-from preheat.grammar.formats import FORMATS
+from preheat.grammar.derive import Matcher, TooComplex, check_counts
+from preheat.grammar.formats import FORMATS, format_node
 from preheat.grammar.keywords import TYPES, UNSUPPORTED, check, count, number
 from preheat.grammar.nodes import Node
-from preheat.grammar.pattern import ECMA, WHOLE, PatternError, parsed
+from preheat.grammar.pattern import ECMA, PatternError, parsed
 from preheat.grammar.source import refused
 
 MOST_ALTERNATIVES = 2000
@@ -66,6 +66,7 @@ class Document:
         self._alternatives = dict[Place, list[Alternative]]()
         self._patterns = dict[str, Node]()
         self._enums = dict[Leaf, frozenset[Hashable]]()
+        self._matcher = Matcher()
 
     def no(self, place: Place, key: str, why: str) -> NoReturn:
         """Refuse the keyword ``key`` at ``place``."""
@@ -175,7 +176,7 @@ class Document:
         if "format" in schema:
             if schema["format"] not in FORMATS:
                 self.no(leaf, "format", f"{schema['format']!r} is not supported; there are {', '.join(FORMATS)}")
-            found.append(parsed(FORMATS[schema["format"]], WHOLE))
+            found.append(format_node(schema["format"]))
         return found
 
     def property(self, leaves: Alternative, name: str) -> Together:
@@ -185,7 +186,7 @@ class Document:
     def _property(self, leaf: Leaf, name: str) -> Iterator[Place]:
         found = [leaf.at("properties", name)] if name in leaf.schema.get("properties", {}) else []
         for pattern in leaf.schema.get("patternProperties", {}):
-            if fits(self.pattern(leaf, "patternProperties", pattern), name):
+            if self._matcher.fits(self.pattern(leaf, "patternProperties", pattern), name):
                 found.append(leaf.at("patternProperties", pattern))
         yield from found or self.others(leaf)
 
@@ -228,7 +229,9 @@ class Document:
         if "enum" in schema and identity(value) not in self._enumerated(leaf):
             return False
         if isinstance(value, str):
-            return within(schema, "Length", len(value)) and all(fits(node, value) for node in self.strings(leaf))
+            return within(schema, "Length", len(value)) and all(
+                self._matcher.fits(node, value) for node in self.strings(leaf)
+            )
         if isinstance(value, list):
             items = (self.admits(self.item((leaf,), at), each) for at, each in enumerate(value))
             return within(schema, "Items", len(value)) and all(items)

@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import cache
 from types import MappingProxyType
+
+from preheat.grammar.nodes import Node
+from preheat.grammar.pattern import WHOLE, parsed
 
 _DATE = (
     "(?:(?:[1-9][0-9]{3}|0(?:[1-9][0-9]{2}|0[1-9][0-9]|00[1-9]))"
@@ -55,3 +59,9 @@ FORMATS: Mapping[str, str] = MappingProxyType(
         ),
     }
 )
+
+
+@cache
+def format_node(name: str) -> Node:
+    """Return the texts of the format ``name``."""
+    return parsed(FORMATS[name], WHOLE)
