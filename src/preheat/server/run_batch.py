@@ -66,10 +66,10 @@ def _text(lines: BinaryIO) -> Iterator[str]:
         yield line.decode() if number else line.decode("utf-8-sig")
 
 
-def run_batch(settings: Settings, lines: list[BatchLine], answers: Answers) -> None:
+def run_batch(settings: Settings, lines: list[BatchLine], answers: Answers, entry: str = ENGINE) -> None:
     """Serve the ``lines`` without an answer yet, and write their ``answers`` in order.
 
-    It ends with the last answer, or when the server is stopped. Raises the
+    It ends with the last answer, or when the server is stopped. ``entry`` is passed to :func:`run_server`. Raises the
     error that kept the server from starting, or an answer from being written.
     """
     failure: list[BaseException] = []
@@ -92,7 +92,7 @@ def run_batch(settings: Settings, lines: list[BatchLine], answers: Answers) -> N
 
         asking = threading.Thread(target=run, daemon=True)
         if missing:
-            run_server(settings, ENGINE, lambda _: asking.start(), on_blocked=give_up, stopped=STOPPED)
+            run_server(settings, entry, lambda _: asking.start(), on_blocked=give_up, stopped=STOPPED)
         if asking.ident is not None:
             asking.join(JOIN_SECONDS)
     if failure:
