@@ -27,7 +27,7 @@ _EPS = 1e-6
 def glm4_moe_lite(config: Config) -> ModelSpec:
     """Score experts by sigmoids, in groups; keys and values are one latent vector (MLA). The first layer is dense."""
     config = config.with_defaults(
-        num_attention_heads=20, num_key_value_heads=20, max_position_embeddings=202752, rms_norm_eps=1e-5,
+        num_attention_heads=20, max_position_embeddings=202752, rms_norm_eps=1e-5,
         q_lora_rank=768, kv_lora_rank=512, qk_nope_head_dim=192, qk_rope_head_dim=64, v_head_dim=256,
         n_routed_experts=64, n_shared_experts=1, num_experts_per_tok=4, moe_intermediate_size=1536,
         routed_scaling_factor=1.8, norm_topk_prob=True, n_group=1, topk_group=1, rope_interleave=True,
@@ -39,7 +39,7 @@ def glm4_moe_lite(config: Config) -> ModelSpec:
 def deepseek_v3(config: Config) -> ModelSpec:
     """Score experts by sigmoids, in groups; keys and values are one latent vector (MLA). The first layers are dense."""
     config = config.with_defaults(
-        num_attention_heads=128, num_key_value_heads=128, max_position_embeddings=4096, q_lora_rank=1536,
+        num_attention_heads=128, max_position_embeddings=4096, q_lora_rank=1536,
         kv_lora_rank=512, qk_nope_head_dim=128, qk_rope_head_dim=64, v_head_dim=128,
         n_routed_experts=256, n_shared_experts=1, num_experts_per_tok=8, moe_intermediate_size=2048,
         routed_scaling_factor=2.5, norm_topk_prob=True, n_group=8, topk_group=4, rope_interleave=True,
