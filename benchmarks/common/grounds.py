@@ -153,13 +153,20 @@ class Fleet:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGCONT)
         end = time.monotonic() + READY_SECONDS
-        while engines(self.port) < self.ground.engines or (self.ground.reads and not engines(self.ports[1])):
-            for place, child in enumerate(self.children):
-                if child.poll() is not None:
-                    self.start(place)
+        while not self._whole():
             if time.monotonic() > end:
                 raise PreheatError("the engines were not back in time")
             time.sleep(0.05)
+
+    def _whole(self) -> bool:
+        """Start all servers that have ended, and return whether there were none and all engines take requests.
+
+        A front counts an engine for a moment after its server has ended, so each server is asked.
+        """
+        ended = [place for place, child in enumerate(self.children) if child.poll() is not None]
+        for place in ended:
+            self.start(place)
+        return not ended and all(map(engines, self.ports)) and engines(self.port) >= self.ground.engines
 
     def stop(self) -> None:
         """End all processes."""

@@ -14,6 +14,7 @@ from preheat.warmup.record import Record
 OPTIONS = {
     "device": "cuda", "skip_warmup": False, "max_num_seqs": 8, "max_num_batched_tokens": 512, "cache_dir": "off",
     "determinism_warmup_iterations": 1, "num_gpu_blocks_override": 65, "on_cold": "raise",
+    "graph_reserved_mem": 0.5,  # memory that tests beside this one take is taken from the graphs' share
 }  # fmt: skip
 
 

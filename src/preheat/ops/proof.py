@@ -9,6 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+COMPARED = 1024
+"""Numbers that a proof compares at the least.
+
+Where two orders differ in the last few of 72 bfloat16 products, 95 % of the zero sums have no rounding error that shows
+it, or the same one in both orders.
+"""
+
+
+def rows_compared(outputs: int, size: int) -> int:
+    """Return how many rows with ``outputs`` outputs each a proof compares: a multiple of ``size``."""
+    return -(-COMPARED // (outputs * size)) * size
+
 
 def signed_pairs(x: Tensor, sign: float) -> Tensor:
     """Make the columns of ``x`` [..., n] opposite or equal pairs, in place.

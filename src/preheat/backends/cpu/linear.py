@@ -27,7 +27,7 @@ from torch import Tensor
 from preheat.backends.cpu.facts import FACTS
 from preheat.errors import SettingsError
 from preheat.ops.opaque import opaque
-from preheat.ops.proof import noise, signed_pairs
+from preheat.ops.proof import noise, rows_compared, signed_pairs
 from preheat.ops.values import Refused
 
 MIN_ROWS = FACTS.min_tokens
@@ -138,20 +138,22 @@ def _reference(outputs: int, inputs: int, dtype: torch.dtype, threads: int) -> i
 
 
 def _agrees(size: int, reference: int, outputs: int, inputs: int, dtype: torch.dtype) -> bool:
-    """Return whether ``size`` rows at once have the reference's bits.
+    """Return whether products of ``size`` rows have the reference's bits.
 
     The reference's bits are of parts of ``reference`` rows, in reverse order.
     """
-    rows = _cancelling_rows(inputs, dtype)
-    weight = _cancelling(outputs, inputs, dtype)
-    repeats = -(-size // len(rows))
+    rows, weight = _cancelling_rows(outputs, inputs, dtype), _cancelling(outputs, inputs, dtype)
     expected = _in_parts(rows.flip(0), weight, None, reference).flip(0)
-    return torch.equal(_product(rows.repeat(repeats, 1)[:size], weight), expected.repeat(repeats, 1)[:size])
+    count = rows_compared(outputs, size)
+    repeats = -(-count // len(rows))
+    found = _in_parts(rows.repeat(repeats, 1)[:count], weight, None, size)
+    return torch.equal(found, expected.repeat(repeats, 1)[:count])
 
 
 @functools.lru_cache(maxsize=8)
-def _cancelling_rows(inputs: int, dtype: torch.dtype) -> Tensor:
-    return signed_pairs(noise(max(REFERENCES), inputs, seed=1), -1.0).to(dtype)
+def _cancelling_rows(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
+    count = rows_compared(outputs, max(REFERENCES))
+    return signed_pairs(noise(count, inputs, seed=1), -1.0).to(dtype)
 
 
 @functools.lru_cache(maxsize=8)  # a model has about five shapes

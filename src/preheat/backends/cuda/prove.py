@@ -27,7 +27,7 @@ from preheat.backends.cuda.moe import ExpertsLayer
 from preheat.errors import KernelRefused
 from preheat.ops import fp4
 from preheat.ops.kinds import Code
-from preheat.ops.proof import signed_pairs
+from preheat.ops.proof import rows_compared, signed_pairs
 from preheat.ops.quantization import E4M3_MAX, empty_weight
 
 logger = logging.getLogger(__name__)
@@ -137,7 +137,8 @@ def differing(
 ) -> set[tuple[int, KernelConfig]]:
     """Return each of ``chosen`` that differs anywhere from the plain kernel.
 
-    ``chosen`` are pairs of a number of rows and an implementation.
+    ``chosen`` are pairs of a number of rows and an implementation. A layer with few outputs is compared in several
+    products of few rows.
     """
     x, weight, bias, expected = _operands(shape, max(rows for rows, _ in chosen))
     differs = torch.zeros(2, len(chosen), dtype=torch.int32, device="cuda")
@@ -145,7 +146,10 @@ def differing(
     def compare(found: Tensor) -> None:
         for index, (rows, choice) in enumerate(chosen):
             room = torch.empty_like(expected[:rows]) if shape.splits else None
-            found[index] += _bits(_by(choice, shape, x[:rows], weight, bias, room)).ne(_bits(expected[:rows])).any()
+            for first in range(0, min(rows_compared(shape.outputs, rows), len(x) // rows * rows), rows):
+                part = x[first : first + rows].clone() if first else x[:rows]  # a step's rows are aligned, too
+                right = expected[first : first + rows]
+                found[index] += _bits(_by(choice, shape, part, weight, bias, room)).ne(_bits(right)).any()
 
     graph = None
     for seed in range(seeds):

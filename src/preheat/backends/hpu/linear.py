@@ -21,7 +21,7 @@ from torch import Tensor
 from preheat.backends.hpu.bridge import Bridge
 from preheat.backends.layer import Splits, Tiles
 from preheat.ops.matmul import finished
-from preheat.ops.proof import noise, signed_pairs
+from preheat.ops.proof import noise, rows_compared, signed_pairs
 from preheat.ops.quantization import QuantizedWeight, plain
 from preheat.ops.values import NOTHING_MORE, Finish, Matmul
 
@@ -86,19 +86,21 @@ class Sizes:
         return self._references[shape]
 
     def _agrees(self, shape: Shape, size: int, reference: int) -> bool:
-        """Return whether ``size`` rows at once have the reference's bits.
+        """Return whether products of ``size`` rows have the reference's bits.
 
         The reference's bits are of parts of ``reference`` rows, in reverse order.
         """
         rows, weight = self._operands.get(shape) or self._make(shape)
-        repeats = -(-size // len(rows))
-        expected = in_parts(rows.flip(0), weight, None, reference).flip(0).repeat(repeats, 1)[:size]
-        found = F.linear(rows.repeat(repeats, 1)[:size], weight)
+        count = rows_compared(shape.outputs, size)
+        repeats = -(-count // len(rows))
+        expected = in_parts(rows.flip(0), weight, None, reference).flip(0).repeat(repeats, 1)[:count]
+        found = in_parts(rows.repeat(repeats, 1)[:count], weight, None, size)
         return torch.equal(found.cpu().view(torch.uint8), expected.cpu().view(torch.uint8))
 
     def _make(self, shape: Shape) -> tuple[Tensor, Tensor]:
-        """Return 64 rows and a weight with products that are exactly zero."""
-        rows = signed_pairs(noise(max(REFERENCES), shape.inputs, seed=1), -1.0)
+        """Return rows and a weight with products that are exactly zero."""
+        count = rows_compared(shape.outputs, max(REFERENCES))
+        rows = signed_pairs(noise(count, shape.inputs, seed=1), -1.0)
         weight = signed_pairs(noise(shape.outputs, shape.inputs), 1.0)
         device = self.bridge.device
         made = rows.to(shape.dtype).to(device), weight.to(shape.dtype).to(device)
