@@ -25,9 +25,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from preheat.backends.cpu.facts import FACTS
-from preheat.errors import SettingsError
+from preheat.errors import NotInvariant, SettingsError
 from preheat.ops.opaque import opaque
-from preheat.ops.proof import noise, rows_compared, signed_pairs
+from preheat.ops.proof import cancelling, rows_compared
 from preheat.ops.values import Refused
 
 MIN_ROWS = FACTS.min_tokens
@@ -127,13 +127,15 @@ def _candidates(rows: int) -> list[int]:
 def _reference(outputs: int, inputs: int, dtype: torch.dtype, threads: int) -> int:
     """Return the one of ``REFERENCES`` that most ``PROBES`` agree with.
 
-    Of equals it is the largest.
+    Of equals it is the largest. Raises NotInvariant if a row's place changes its bits in all of them.
     """
     votes = {
         rows: sum(_agrees(probe, rows, outputs, inputs, dtype) for probe in PROBES)
         for rows in REFERENCES
         if _agrees(rows, rows, outputs, inputs, dtype)
     }
+    if not votes:
+        raise NotInvariant(f"every product of rows with [{outputs}, {inputs}] depends on the position of a row")
     return max(votes, key=lambda rows: votes[rows])
 
 
@@ -153,13 +155,13 @@ def _agrees(size: int, reference: int, outputs: int, inputs: int, dtype: torch.d
 @functools.lru_cache(maxsize=8)
 def _cancelling_rows(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
     count = rows_compared(outputs, max(REFERENCES))
-    return signed_pairs(noise(count, inputs, seed=1), -1.0).to(dtype)
+    return cancelling(count, inputs, sign=-1.0, seed=1).to(dtype)
 
 
 @functools.lru_cache(maxsize=8)  # a model has about five shapes
 def _cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
     """Return a weight whose product with :func:`_cancelling_rows` is exactly zero."""
-    weight = signed_pairs(noise(outputs, inputs), 1.0).to(dtype)
+    weight = cancelling(outputs, inputs, sign=1.0).to(dtype)
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight.default(weight)
     return packed
 

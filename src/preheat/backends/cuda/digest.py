@@ -6,33 +6,33 @@ A logit costs two multiplications. A word times the low and the high half of its
 
 from __future__ import annotations
 
-import functools
-
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options
-from preheat.ops.digest import check_logits, keys
+from preheat.ops.digest import FIRST, GOLDEN, SECOND, check_logits
 
-BLOCK = 4096
-MANY, TOGETHER = 64, 8
-"""From ``MANY`` rows on a program takes ``TOGETHER`` rows, which share the keys that it reads."""
+BLOCK, WARPS = 1024, 4
+MANY, TOGETHER = 8, 8
+"""From ``MANY`` rows on a program takes ``TOGETHER`` rows: the keys of its columns are most of the work of one row."""
 
-WARPS = 8
+_GOLDEN, _FIRST, _SECOND = tl.constexpr(GOLDEN), tl.constexpr(FIRST), tl.constexpr(SECOND)
 
 
-@functools.lru_cache(maxsize=2)
-def keys_on(device: torch.device, vocab: int) -> Tensor:
-    """Return the keys of ``vocab`` columns on a device, int64, for whole blocks."""
-    return torch.from_numpy(keys(-(-vocab // BLOCK) * BLOCK).view(np.int64)).to(device)
+@triton.jit
+def _key(column):
+    """SplitMix64's output for ``column`` + 1, made odd."""
+    mixed = (column + 1).to(tl.uint64) * _GOLDEN
+    mixed = (mixed ^ (mixed >> 30)) * _FIRST
+    mixed = (mixed ^ (mixed >> 27)) * _SECOND
+    return (mixed ^ (mixed >> 31)) | 1
 
 
 @triton.jit(do_not_specialize=["rows", "most"])
 def _add_digests(
-    logits, keys, digests, spent, stride, rows, most, size: tl.constexpr, block: tl.constexpr, together: tl.constexpr,
+    logits, digests, spent, stride, rows, most, size: tl.constexpr, block: tl.constexpr, together: tl.constexpr,
     overlap: tl.constexpr,
 ):  # fmt: skip
     """Add to ``digests[row]`` the digest of a block of the ``size`` logits of a row, as fp32.
@@ -45,7 +45,7 @@ def _add_digests(
     column, row = part * block + tl.arange(0, block), first + tl.arange(0, together)
     place = row[:, None] * stride + column[None, :]
     logit = tl.load(logits + place, (row < rows)[:, None] & (column < size)[None, :], other=0.0)
-    key = tl.load(keys + column).to(tl.uint64, bitcast=True)
+    key = _key(column)
     low, high = key.to(tl.uint32), (key >> 32).to(tl.uint32)
     unread: tl.constexpr = 16 if logit.dtype == tl.bfloat16 else 0  # the low bits of bf16 as fp32 are zero
     if unread:
@@ -65,16 +65,15 @@ def _add_digests(
 def add_digests(logits: Tensor, digests: Tensor, spent: Tensor) -> None:
     """Add the digests of the rows of ``logits``, fp32 or what fp32 holds, to ``digests``, and set ``spent`` to zero.
 
-    Rows must be contiguous. ``digests`` and ``spent`` are int64 of one length. Never waits for the device, once a call
-    has sent the keys of ``vocab`` columns.
+    Rows must be contiguous. ``digests`` and ``spent`` are int64 of one length. Never waits for the device.
     """
     rows, vocab = logits.shape
     if rows:
         together = TOGETHER if rows >= MANY else 1
         grid = -(-vocab // BLOCK), -(-rows // together)
         _add_digests[grid](
-            logits, keys_on(logits.device, vocab), digests, spent, logits.stride(0), rows, len(spent), vocab, BLOCK,
-            together, **options(num_warps=WARPS),
+            logits, digests, spent, logits.stride(0), rows, len(spent), vocab, BLOCK, together,
+            **options(num_warps=WARPS),
         )  # fmt: skip
 
 
