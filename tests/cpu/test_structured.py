@@ -257,6 +257,14 @@ def test_many_values_compile_in_time(grammars, asked):
     assert time.process_time() - began < 8
 
 
+def test_a_schema_may_have_many_optional_properties(llm):
+    """Any of them may come next, so a state of the parser has two items for each; the library allows 2,000 by itself."""
+    names = [f"p{number}" for number in range(1200)]
+    schema = {"type": "object", "properties": dict.fromkeys(names, {"type": "null"}), "additionalProperties": False}
+    asked = held(json=schema, max_tokens=8)
+    assert texts(llm, [asked])[0][0].startswith("{")
+
+
 def test_few_long_grammars_are_kept(grammars, monkeypatch):
     monkeypatch.setattr(service, "KEPT_BYTES", 1000)
     for number in range(9):

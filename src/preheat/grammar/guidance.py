@@ -29,7 +29,7 @@ class Guidance:
 
         self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size)
         self._matcher = LLMatcher
-        self._limits = LLParserLimits(verbose_errors=False)
+        self._limits = LLParserLimits(verbose_errors=False, max_items_in_row=20_000)
         self._executor = LLExecutor(num_threads=threads)
         self.vocab_size, self.words = vocab_size, words_of(vocab_size)
         self.end = int(self._tokenizer.eos_token)
