@@ -498,8 +498,9 @@ class OfflineClient:
     def serve(self, asked: LoRARequest) -> None:
         """Load an adapter, unless it is served already. Raises InvalidRequest."""
         served = self.frontend.adapters.served.get(asked.lora_name)
+        module = LoraModule(asked.lora_name, asked.lora_path)
         if served is not None and not asked.load_inplace:
-            if served.path != asked.lora_path:
+            if served.path != module.path:
                 raise InvalidRequest(
                     f"the adapter {asked.lora_name!r} was loaded from {served.path}: give the adapter in "
                     f"{asked.lora_path} another name, or set load_inplace",
@@ -507,7 +508,6 @@ class OfflineClient:
                 )
             return
         answers: list[PreheatError | None] = []
-        module = LoraModule(asked.lora_name, asked.lora_path)
         self.frontend.adapters.load(module, answers.append, in_place=asked.load_inplace)
         while not answers:
             self.advance()

@@ -272,6 +272,15 @@ def test_adapters_are_named_as_words_or_objects(tmp_path):
     assert [(module.name, module.path) for module in lora_modules(named)] == [("sql", "/a"), ("chat", "/b")]
 
 
+def test_a_tilde_is_the_folder_of_the_user(tmp_path, monkeypatch):
+    """A shell leaves it in ``--config=~/file`` and in ``name=~/folder``."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "preheat.yaml").write_text("lora_modules: [sql=~/sql]\nenable_lora: true\n")
+    settings = Settings.load({"config": "~/preheat.yaml"}, {})
+    assert lora_modules(settings.lora_modules)[0].path == str(tmp_path / "sql")
+    assert lora_modules(['{"name": "sql", "path": "~/sql"}'])[0].path == str(tmp_path / "sql")
+
+
 @pytest.mark.parametrize(
     ("given", "param"),
     [

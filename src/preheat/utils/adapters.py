@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -31,12 +32,16 @@ class Named(Protocol):
 class LoraModule(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """An adapter that is served from the start.
 
-    ``name`` is its name for clients, ``path`` its folder. ``base_model_name`` is its parent in ``/v1/models``.
+    ``name`` is its name for clients, ``path`` its folder, without a ``~``: a shell leaves it in ``name=~/folder``.
+    ``base_model_name`` is its parent in ``/v1/models``.
     """
 
     name: str
     path: str
     base_model_name: str | None = None
+
+    def __post_init__(self) -> None:
+        msgspec.structs.force_setattr(self, "path", os.path.expanduser(self.path))
 
 
 def lora_modules(given: Sequence[str]) -> tuple[LoraModule, ...]:
