@@ -258,9 +258,13 @@ def test_many_values_compile_in_time(grammars, asked):
 
 
 def test_a_schema_may_have_many_optional_properties(llm):
-    """Any of them may come next, so a state of the parser has two items for each; the library allows 2,000 by itself."""
+    """Any of them may come next, so a state of the parser has two items for each.
+
+    The library allows 2,000 by itself.
+    """
     names = [f"p{number}" for number in range(1200)]
-    schema = {"type": "object", "properties": dict.fromkeys(names, {"type": "null"}), "additionalProperties": False}
+    properties = {name: {"type": "null"} for name in names}
+    schema = {"type": "object", "properties": properties, "additionalProperties": False}
     asked = held(json=schema, max_tokens=8)
     assert texts(llm, [asked])[0][0].startswith("{")
 

@@ -83,8 +83,8 @@ def read_file(path: str | Path, below: str | Path | None = None, *, most: int = 
 def read_given(path: str, *, most: int = CONFIG_BYTES) -> str:
     """Return the text in a file that the command line names, or in a pipe that the shell has opened.
 
-    ``~`` is the user's folder, which a shell leaves in ``--config=~/file``. A pipe with a name is refused, as it may have no writer. Raises OSError if the writer of a shell's pipe is silent
-    for :data:`PIPE_SECONDS`.
+    ``~`` is the user's folder, which a shell leaves in ``--config=~/file``. A pipe with a name is refused, as it may
+    have no writer. Raises OSError if the writer of a shell's pipe is silent for :data:`PIPE_SECONDS`.
     """
     path = os.path.expanduser(path)
     if "\0" in path or not is_shells_pipe(path):
