@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.common.machine import ROOT
 from benchmarks.common.report import RESULTS, read_parts
 from benchmarks.common.shapes import FORMATS, SHAPES
-from benchmarks.common.table import anchor, rows, shown
+from benchmarks.common.table import anchor, columns, rows, shown
 
 DOCS = ROOT / "docs"
 DOCUMENT = DOCS / "performance.md"
@@ -36,16 +36,14 @@ def filled(text: str, results: Path = RESULTS) -> str:
 
 def beside_vllm(shape: str, results: Path) -> str:
     """Return all figures of ``shape`` in one table, and the machine of ours."""
-    parts, name = read_parts(results / f"{shape}.json"), anchor(shape)["engine"]
+    parts = read_parts(results / f"{shape}.json")
+    engines = [each.engine for each in columns(shape, parts)]
     lines = [
         f"\n{taken(parts, shape)}\n",
-        f"\n| | preheat | {name} | {name}, `VLLM_BATCH_INVARIANT=1` |\n",
-        "| --- | --- | --- | --- |\n",
+        f"\n| | {' | '.join(engines)} |\n",
+        f"| --- |{' --- |' * len(engines)}\n",
     ]
-    lines += [
-        f"| {what} | {shown(ours)} | {shown(first)} | {shown(second)} |\n"
-        for what, ours, first, second in rows(shape, parts)
-    ]
+    lines += [f"| {what} | {' | '.join(map(shown, figures))} |\n" for what, figures in rows(shape, parts)]
     lines += [f"\nNot measured: {what}.\n" for what in left_out(parts)]
     return "".join(lines) + "\n"
 
@@ -71,7 +69,7 @@ def by_format(shape: str, results: Path) -> str:
         what = (
             name.removeprefix(shape).removeprefix("_").replace("_kv_", ", KV cache in ").replace("kv_", "KV cache in ")
         )
-        ours, theirs = {line[0]: line[1] for line in found}, {line[0]: line[2] for line in found}
+        ours, theirs = ({name: figures[place] for name, figures in found} for place in (0, -2))
         for who, figures in (("preheat", ours), (anchor(name)["engine"], theirs)):
             if any(figures.get(figure) is not None for figure in FORMAT_FIGURES):
                 shown_figures = " | ".join(shown(figures.get(figure)) for figure in FORMAT_FIGURES)

@@ -1,16 +1,23 @@
-"""Figures beside vLLM's, as rows that a terminal and a document can show."""
+"""Figures beside those of other engines, as rows that a terminal and a document can show."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 ANCHORS = Path(__file__).parents[1] / "results" / "anchors.json"
-Row = tuple[str, float | None, float | None, float | None]
-"""A figure's name: ours, vLLM's with its defaults, vLLM's with VLLM_BATCH_INVARIANT=1. None: there is no figure."""
+Row = tuple[str, Sequence[float | None]]
+"""A figure's name, and the figure of each of :func:`columns`. None: there is no figure."""
+
+
+class Column(NamedTuple):
+    """The figures of an engine, by descriptive names."""
+
+    engine: str
+    figures: Mapping[str, float]
 
 
 @cache
@@ -29,18 +36,24 @@ def anchor(shape: str) -> dict[str, Any]:
     return {"engine": every["engine"], "machine": every["machine"], **every["shapes"].get(shape, {})}
 
 
-def rows(shape: str, parts: Mapping[str, Any]) -> list[Row]:
-    """Return a line for each figure that either side has.
+def columns(shape: str, parts: Mapping[str, Any]) -> list[Column]:
+    """Return our figures of ``shape``, those of the newest engines, and vLLM's with and without batch invariance.
 
     ``parts``: see ``report.read_parts``.
     """
-    ours = flat(parts)
     theirs = anchor(shape)
-    default, invariant = (_flat_anchor(theirs.get(kind, {})) for kind in ("default", "invariant"))
-    names = list(dict.fromkeys([*ours, *default, *invariant]))
-    order = {name: place for place, name in enumerate([*default, *ours])}
-    names.sort(key=lambda name: order.get(name, len(order)))
-    return [(name, ours.get(name), default.get(name), invariant.get(name)) for name in names]
+    others: dict[str, Any] = theirs.get("newest", {}) | {theirs["engine"]: theirs.get("default", {})}
+    others[f"{theirs['engine']}, `VLLM_BATCH_INVARIANT=1`"] = theirs.get("invariant", {})
+    return [Column("preheat", flat(parts)), *(Column(name, _flat_anchor(each)) for name, each in others.items())]
+
+
+def rows(shape: str, parts: Mapping[str, Any]) -> list[Row]:
+    """Return a line for each figure that an engine has, in the order of ours."""
+    ours, *others = (each.figures for each in columns(shape, parts))
+    names = dict.fromkeys(name for figures in (ours, *others) for name in figures)
+    order = {name: place for place, name in enumerate([*others[-2], *ours])}
+    found = sorted(names, key=lambda name: order.get(name, len(order)))
+    return [(name, [ours.get(name), *(figures.get(name) for figures in others)]) for name in found]
 
 
 def flat(parts: Mapping[str, Any]) -> dict[str, float]:
@@ -88,12 +101,11 @@ def _sweep(lines: list[dict[str, Any]]) -> dict[str, float | None]:
 
 def render(shape: str, parts: Mapping[str, Any]) -> str:
     """Return the rows as text, for a terminal."""
-    name = anchor(shape)["engine"]
-    lines = [("", "preheat", name, f"{name} invariant")]
-    lines += [(row[0], shown(row[1]), shown(row[2]), shown(row[3])) for row in rows(shape, parts)]
-    widths = [max(len(line[column]) for line in lines) for column in range(4)]
+    lines = [("", *(each.engine.replace("`", "") for each in columns(shape, parts)))]
+    lines += [(name, *map(shown, figures)) for name, figures in rows(shape, parts)]
+    first, *widths = (max(map(len, column)) for column in zip(*lines, strict=True))
     return "\n".join(
-        f"{what:<{widths[0]}}  " + "  ".join(f"{text:>{width}}" for text, width in zip(rest, widths[1:], strict=True))
+        f"{what:<{first}}  " + "  ".join(f"{text:>{width}}" for text, width in zip(rest, widths, strict=True))
         for what, *rest in lines
     )
 

@@ -141,14 +141,16 @@ def test_a_report_is_whole_after_every_figure(tmp_path, monkeypatch):
 
 def test_our_figures_stand_beside_theirs():
     parts = {"latency": {"figures": {"itl_ms": {"1": 4.4}, "ttft_ms": 45.5}}}
-    rows = {row[0]: row[1:] for row in table.rows("llama-3.1-8b", parts)}
-    assert rows["ITL, batch 1, ms"] == (4.4, 4.924, 17.929)
-    assert rows["nanobench, tokens/s"] == (None, 9658, 5879)
-    assert rows["24 requests/s: TTFT p99, ms"] == (None, 62.74, None)
+    rows = dict(table.rows("llama-3.1-8b", parts))
+    engines = [each.engine for each in table.columns("llama-3.1-8b", parts)]
+    assert engines[:4] == ["preheat", "vLLM 0.26.0", "SGLang 0.5.17", "vLLM 0.24.0"]
+    assert rows["ITL, batch 1, ms"] == [4.4, 4.943, 4.765, 4.924, 17.929]
+    assert rows["nanobench, tokens/s"] == [None, 9631, 9330, 9658, 5879]
+    assert rows["24 requests/s: TTFT p99, ms"] == [None, None, None, 62.74, None]
     text = table.render("llama-3.1-8b", parts)
-    assert "vLLM 0.24.0 invariant" in text
-    assert next(line for line in text.splitlines() if line.startswith("nanobench")).split()[-3:] == [
-        "–", "9,658", "5,879",
+    assert "vLLM 0.24.0, VLLM_BATCH_INVARIANT=1" in text
+    assert next(line for line in text.splitlines() if line.startswith("nanobench")).split()[-5:] == [
+        "–", "9,631", "9,330", "9,658", "5,879",
     ]  # fmt: skip
     assert [row[0] for row in table.rows("bundled", parts)] == ["ITL, batch 1, ms", "TTFT of 2,048 tokens, ms"]
 
