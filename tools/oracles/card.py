@@ -117,7 +117,8 @@ class _Tensors(TorchDispatchMode):
         self._seen = seen
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        to = (kwargs or {}).get("out")  # torch 2.11 cannot simulate a product in another dtype
+        found = to if isinstance(to, torch.Tensor) and to.device == META else func(*args, **(kwargs or {}))
         name = func.overloadpacket.__name__
         made = found if isinstance(found, torch.Tensor) else None
         if made is not None and made.device == META and name not in VIEWS and not name.endswith("view"):
