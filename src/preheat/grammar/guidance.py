@@ -17,6 +17,10 @@ from preheat.grammar.state import Grammar, Row, add_ends
 from preheat.ops.sampling import words_of
 
 
+ITEMS = 20_000
+"""Items that a state of a parser may have. A thousand optional properties, in any order, have two thousand."""
+
+
 class Guidance:
     """Grammars over the tokens of ``tokenizer``, for logits of ``vocab_size`` tokens.
 
@@ -29,7 +33,7 @@ class Guidance:
 
         self._tokenizer = LLTokenizer(tokenizer, n_vocab=vocab_size)
         self._matcher = LLMatcher
-        self._limits = LLParserLimits(verbose_errors=False, max_items_in_row=20_000)
+        self._limits = LLParserLimits(verbose_errors=False, max_items_in_row=ITEMS)
         self._executor = LLExecutor(num_threads=threads)
         self.vocab_size, self.words = vocab_size, words_of(vocab_size)
         self.end = int(self._tokenizer.eos_token)
