@@ -16,7 +16,6 @@ from preheat.grammar.source import refused
 from preheat.grammar.state import Grammar, Row, add_ends
 from preheat.ops.sampling import words_of
 
-
 ITEMS = 20_000
 """Items that a state of a parser may have. A thousand optional properties, in any order, have two thousand."""
 
