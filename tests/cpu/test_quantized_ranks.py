@@ -5,6 +5,7 @@ One, two and four ranks give the same bits, and planted faults are seen.
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -138,3 +139,28 @@ def test_an_engine_of_two_ranks_has_the_answers_of_one(options: dict[str, str]) 
         assert answers(one) == answers(two)
     finally:
         two.loop.executor.ranks.close()
+
+
+def test_ranks_exchange_alike_in_a_whole_warm_up(tmp_path: Path) -> None:
+    """Ranks exchange the scales of activations for each chosen expert, so they must choose the same ones.
+
+    Warm-up draws from states that no forward call gave. A rank with other states chose other experts, and the next step
+    had other logits, or waited for ever.
+    """
+    config = {
+        "architectures": ["MixtralForCausalLM"], "model_type": "mixtral", "torch_dtype": "float32", "hidden_size": 128,
+        "intermediate_size": 640, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2,
+        "head_dim": 32, "vocab_size": 320, "max_position_embeddings": 512, "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "quantization_config": {
+            "quant_method": "fp8", "activation_scheme": "dynamic",
+            "ignored_layers": ["lm_head", "block_sparse_moe.gate"],
+        },
+    }  # fmt: skip
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    model = LLM(
+        str(tmp_path), device="cpu", load_format="dummy", skip_tokenizer_init=True, max_num_seqs=4, block_size=16,
+        max_num_batched_tokens=64, max_model_len=64, num_threads=1, kv_cache_memory_bytes=1 << 24, boot_check="quick",
+        tensor_parallel_size=2, determinism_warmup_iterations=0, cache_dir="off", skip_warmup=False,
+    )  # fmt: skip
+    model.loop.executor.ranks.close()

@@ -85,10 +85,13 @@ class ParallelExecutor(SharedExecutor):
     def finish(self, attended: Attended, batch: InputBatch) -> StepResult:
         """Return the result of ``batch`` from the states ``attended``, on all ranks.
 
-        The other ranks continue from their own states. So ``attended`` must be the result of the last forward call.
+        Each rank continues from its own states, those of its last forward call, and so does this one. Other states of
+        ``attended``, as random ones of warm-up, would lead the ranks to other experts: ranks that exchange for each
+        expert would then wait for each other.
         """
-        with self._together("finish", self._writer.message(batch), len(attended.out)):
-            return super().finish(attended, batch)
+        tokens = len(attended.out)
+        with self._together("finish", self._writer.message(batch), tokens):
+            return super().finish(self.states.map(lambda states: states[:tokens]), batch)
 
     def logits(self, batch: InputBatch, *, eager: bool = False, tap: Tap | None = None) -> Tensor:
         with self._together("logits", self._writer.message(batch), eager, tap is not None):
