@@ -163,4 +163,8 @@ def test_ranks_exchange_alike_in_a_whole_warm_up(tmp_path: Path) -> None:
         max_num_batched_tokens=64, max_model_len=64, num_threads=1, kv_cache_memory_bytes=1 << 24, boot_check="quick",
         tensor_parallel_size=2, determinism_warmup_iterations=0, cache_dir="off", skip_warmup=False,
     )  # fmt: skip
-    model.loop.executor.ranks.close()
+    try:
+        checks = {each.shape["name"]: each.outcome for each in record_of(model).entries if each.kind == "check"}
+        assert checks["later run"] == "ready"
+    finally:
+        model.loop.executor.ranks.close()

@@ -27,7 +27,7 @@ from torch import Tensor
 from preheat.backends.cpu.facts import FACTS
 from preheat.errors import NotInvariant, SettingsError
 from preheat.ops.opaque import opaque
-from preheat.ops.proof import cancelling, rows_compared
+from preheat.ops.proof import cancelling_rows, cancelling_weight, rows_compared
 from preheat.ops.values import Refused
 
 MIN_ROWS = FACTS.min_tokens
@@ -154,14 +154,13 @@ def _agrees(size: int, reference: int, outputs: int, inputs: int, dtype: torch.d
 
 @functools.lru_cache(maxsize=8)
 def _cancelling_rows(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
-    count = rows_compared(outputs, max(REFERENCES))
-    return cancelling(count, inputs, sign=-1.0, seed=1).to(dtype)
+    return cancelling_rows(rows_compared(outputs, max(REFERENCES)), inputs).to(dtype)
 
 
 @functools.lru_cache(maxsize=8)  # a model has about five shapes
 def _cancelling(outputs: int, inputs: int, dtype: torch.dtype) -> Tensor:
     """Return a weight whose product with :func:`_cancelling_rows` is exactly zero."""
-    weight = cancelling(outputs, inputs, sign=1.0).to(dtype)
+    weight = cancelling_weight(outputs, inputs).to(dtype)
     packed: Tensor = torch.ops.mkldnn._reorder_linear_weight.default(weight)
     return packed
 

@@ -27,7 +27,7 @@ from preheat.backends.cuda.moe import ExpertsLayer
 from preheat.errors import KernelRefused
 from preheat.ops import fp4
 from preheat.ops.kinds import Code
-from preheat.ops.proof import rows_compared, signed_pairs
+from preheat.ops.proof import rows_compared, signed_pairs, spread
 from preheat.ops.quantization import E4M3_MAX, empty_weight
 
 logger = logging.getLogger(__name__)
@@ -303,8 +303,7 @@ def fill(x: Tensor, weight: Tensor, seed: int) -> None:
 def _fill(tensor: Tensor, sign: float, seed: int, random: torch.Generator) -> None:
     tensor.normal_(generator=random)
     if seed:
-        tensor.mul_(torch.empty_like(tensor).uniform_(-6, 6, generator=random).exp_())
-        signed_pairs(tensor, sign)
+        signed_pairs(spread(tensor, 6.0, random), sign)
 
 
 _ROUNDED: Mapping[Code, tuple[float, Callable[[Tensor], Tensor]]] = {

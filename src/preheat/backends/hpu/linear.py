@@ -21,7 +21,7 @@ from torch import Tensor
 from preheat.backends.hpu.bridge import Bridge
 from preheat.backends.layer import Splits, Tiles
 from preheat.ops.matmul import finished
-from preheat.ops.proof import cancelling, rows_compared
+from preheat.ops.proof import cancelling_rows, cancelling_weight, rows_compared
 from preheat.ops.quantization import QuantizedWeight, plain
 from preheat.ops.values import NOTHING_MORE, Finish, Matmul
 
@@ -100,8 +100,8 @@ class Sizes:
     def _make(self, shape: Shape) -> tuple[Tensor, Tensor]:
         """Return rows and a weight with products that are exactly zero."""
         count = rows_compared(shape.outputs, max(REFERENCES))
-        rows = cancelling(count, shape.inputs, sign=-1.0, seed=1)
-        weight = cancelling(shape.outputs, shape.inputs, sign=1.0)
+        rows = cancelling_rows(count, shape.inputs)
+        weight = cancelling_weight(shape.outputs, shape.inputs)
         device = self.bridge.device
         made = rows.to(shape.dtype).to(device), weight.to(shape.dtype).to(device)
         self._operands[shape] = made
