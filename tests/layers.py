@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from torch import Tensor
 
 from preheat.backends.base.layers import ExpertsLayer, ExpertsWeights, Layer, LayerContext, LayerWeights
+from preheat.ops import matmul
 from preheat.ops.kinds import Activation
+from preheat.ops.proof import noise
 from preheat.ops.quantization import QuantizedWeight
 from preheat.ops.values import (
     ONE_SUM,
@@ -68,6 +70,49 @@ def experts_value(gate_up: Weight, down: Weight, routing: Routing, order: SumOrd
         down=value_of(down, order, groups=groups),
         routing=routing,
     )
+
+
+GATED: tuple[Activation, ...] = ("silu_and_mul", "clamped_silu_and_mul", "gelu_tanh_and_mul", "gelu_and_mul")
+ROUTERS = (
+    Routing(2, True, False),
+    Routing(3, False, True),
+    Routing(2, True, False, "sigmoid", groups=2, top_groups=1, best=2, factor=2.5),
+)
+
+
+class AnyExperts(NamedTuple):
+    """Experts of any value, a step's ``x`` and router ``logits``, and the reference's output ``right``."""
+
+    value: Experts
+    weights: ExpertsWeights
+    x: Tensor
+    logits: Tensor
+    right: Tensor
+
+
+def any_experts(
+    gate_up: Weight, down: Weight, routing: Routing, tokens: int, *,
+    activation: Activation = "silu_and_mul", biased: bool = False, corrected: bool = False, weighted: bool = False,
+) -> AnyExperts:  # fmt: skip
+    """Return experts of these matrices; all other numbers are random."""
+    (count, hidden, inner), dtype = down.shape, gate_up.dtype
+    x, logits = noise(tokens, hidden, seed=5).to(dtype), noise(tokens, count, seed=6).to(dtype)
+    biases = noise(count, 2 * inner, seed=7).to(dtype), noise(count, hidden, seed=8).to(dtype)
+    correction, factors = (noise(count, seed=seed) if has else None for seed, has in ((9, corrected), (10, weighted)))
+    value = experts_value(gate_up, down, routing)
+    value = replace(
+        value,
+        gate_up=replace(value.gate_up, finish=Finish(bias=biased, activation=activation)),
+        down=replace(value.down, finish=Finish(bias=biased)),
+        corrected=corrected,
+        weighted=weighted,
+    )
+    given = biases if biased else None
+    right = matmul.experts(
+        value, x, logits, (gate_up, down), biases=given, correction=correction, factors=factors
+    )  # fmt: skip
+    weights = ExpertsWeights(gate_up, down, *(given or (None, None)), correction, factors)
+    return AnyExperts(value, weights, x, logits, right)
 
 
 def with_room(value: Experts, slots: int, rank: int, dtype: Any) -> Experts:

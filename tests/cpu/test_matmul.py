@@ -190,6 +190,31 @@ def compare_experts(scheme, world, whose, rank=21):
         close(found, right, scheme is not None and scheme.activations is not None)
 
 
+@QUICK
+@given(
+    scheme=st.sampled_from(SCHEMES), activation=st.sampled_from(layers.GATED), routing=st.sampled_from(layers.ROUTERS),
+    tokens=st.integers(1, 9), biased=st.booleans(), corrected=st.booleans(), weighted=st.booleans(),
+)  # fmt: skip
+def test_experts_of_any_value(scheme, routing, tokens, **features):
+    compare_any_experts(scheme, routing, tokens, **features)
+
+
+def compare_any_experts(scheme, routing=layers.ROUTERS[0], tokens=5, **features):
+    """Compare experts without adapters, which may be a single operation, with the reference."""
+    gate_up, down = weight_of(scheme, 4, 2 * 96, 64), weight_of(scheme, 4, 64, 96, seed=1)
+    made = layers.any_experts(gate_up, down, routing, tokens, **features)
+    found = CpuBackend().experts(made.value, made.weights, LayerContext())(made.x, made.logits)
+    close(found, made.right, scheme is not None and scheme.activations is not None)
+
+
+@pytest.mark.parametrize("scheme", [None, SCHEMES[1]], ids=["plain", "float8"])
+def test_another_activation_is_seen(scheme, monkeypatch):
+    compare_any_experts(scheme, activation="gelu_tanh_and_mul")
+    monkeypatch.setattr(matmul, "ACTIVATIONS", {"gelu_tanh_and_mul": matmul.ACTIVATIONS["silu_and_mul"]})
+    with pytest.raises(AssertionError):
+        compare_any_experts(scheme, activation="gelu_tanh_and_mul")
+
+
 def skipped_term(patch):
     patch.setattr(matmul, "add_terms", lambda *_: None)
 

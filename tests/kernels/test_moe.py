@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -22,6 +23,7 @@ from preheat.ops.proof import noise
 from preheat.ops.quantization import QuantizedWeight, empty_weight, quantize_weight
 from preheat.ops.values import Routing
 from tests import layers
+from tests.cpu.test_quantized_layers import random_weight
 from tests.kernels.backend import InterpretedCuda
 from tests.kernels.ranks import on_ranks
 
@@ -192,6 +194,34 @@ def packed(numbers: Tensor) -> QuantizedWeight:
     for expert, each in enumerate(numbers):
         quantize_weight(each, out.part(expert))
     return out
+
+
+FP8 = Scheme(code="fp8", scales="channel", activations="token")
+FEATURES: list[dict[str, Any]] = [
+    {},
+    {"activation": "gelu_tanh_and_mul"},
+    {"activation": "gelu_and_mul", "weighted": True},
+    {"activation": "clamped_silu_and_mul", "biased": True},
+    {"corrected": True, "weighted": True},
+]
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+@pytest.mark.parametrize("scheme", [None, INT4, FP8], ids=["plain", "int4", "float8"])
+def test_experts_of_any_value_are_the_reference(scheme, features):
+    """Any activation, biases, corrections and factors, whatever the weights are stored as."""
+    shapes = (4, 2 * 48, 64), (4, 64, 48)
+    numbers = [(noise(4 * shape[1], shape[2], seed=seed) / 8).view(shape) for seed, shape in enumerate(shapes)]
+    stored = [
+        number.bfloat16() if scheme is None else
+        packed(number.bfloat16()) if scheme is INT4 else random_weight(scheme, *shape, dtype=torch.bfloat16, seed=seed)
+        for seed, (shape, number) in enumerate(zip(shapes, numbers, strict=True))
+    ]  # fmt: skip
+    routing = layers.ROUTERS[2 if features.get("corrected") else 0]
+    made = layers.any_experts(stored[0], stored[1], routing, 5, **features)
+    found = InterpretedCuda().experts(made.value, made.weights, LayerContext())(made.x, made.logits)
+    error = (found.float() - made.right.float()).abs().max() / made.right.float().abs().max()
+    assert error < 2e-2  # half of it is one bf16 number that is rounded to the number beside it
 
 
 def dealt(world: int, tokens: int, *, int4: bool = False, turned: int = 0) -> list[Tensor]:

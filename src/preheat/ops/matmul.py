@@ -234,16 +234,17 @@ def add_terms(y: Tensor, x: Tensor, value: Matmul, rows: Tensor, pairs: dict[int
 
 def experts(
     value: Experts, x: Tensor, logits: Tensor, weights: tuple[Weight, Weight], adapters: Sequence[Adapted] = (),
-    *, biases: tuple[Tensor, Tensor] | None = None,
+    *, biases: tuple[Tensor, Tensor] | None = None, correction: Tensor | None = None, factors: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
     """Return the output of the experts of ``value``, [tokens, hidden].
 
     The rank must have all K splits. ``x`` [tokens, hidden] are the tokens and ``logits`` [tokens, experts] the
     router's. ``weights`` are gates above ups [experts, 2 * inner, hidden], and downs [experts, hidden, inner]. An
     adapter's parts 3e, 3e + 1 and 3e + 2 are gate, up and down of expert e. ``biases`` are [experts, 2 * inner] and
-    [experts, hidden]; ranks do not share experts that have them.
+    [experts, hidden]; ranks do not share experts that have them. ``correction`` and ``factors`` are as for
+    :func:`preheat.ops.moe.route`.
     """
-    chosen, shares = route(logits, value.routing)
+    chosen, shares = route(logits, value.routing, correction, factors)
     owner = {token: each for each in adapters for token in each.rows.tolist()}
     own = [torch.empty(*chosen.shape, x.shape[1]) for _ in range(value.down.order.own_k_splits)]
     more = torch.full((*chosen.shape, x.shape[1]), NOTHING)

@@ -22,7 +22,7 @@ from preheat.backends.cpu.lowrank import Shrunk, SlotTable, expand, shrink
 from preheat.backends.cpu.products import products_of
 from preheat.backends.cpu.quantized import fp8_linear
 from preheat.backends.layer import Products, all_ranks, all_ranks_at_once, routed_by_ranks
-from preheat.ops.activation import ACTIVATIONS, silu_and_mul
+from preheat.ops.activation import ACTIVATIONS
 from preheat.ops.kinds import Activation, ActivationScales
 from preheat.ops.matmul import NOTHING, add_delta, tree_sum
 from preheat.ops.moe import combine, route, routed, routed_splits
@@ -33,11 +33,11 @@ from preheat.ops.values import Experts, Matmul, Routing
 LARGEST = max(REFERENCES)
 SIZES = tuple(1 << power for power in range(LARGEST.bit_length()))
 
-ROUTING = (
-    "Tensor? correction, Tensor? factors, int top_k, bool renormalize, bool round_weights, str scoring, int groups, "
-    "int top_groups, int best, float factor"
+AFTER = (
+    "str activation, Tensor? correction, Tensor? factors, int top_k, bool renormalize, bool round_weights, "
+    "str scoring, int groups, int top_groups, int best, float factor"
 )
-"""The last arguments of an operation: the correction, the factors, and the fields of Routing."""
+"""The last arguments of an operation: the activation, the correction, the factors, and the fields of Routing."""
 
 
 class ExpertsLayer:
@@ -68,16 +68,17 @@ class ExpertsLayer:
         """Return the operands of the single operation; none if ranks exchange."""
         if self._split or self._dealt:
             return ()
-        more = self._correction, self._factors, *value.routing
+        more = self._activation, self._correction, self._factors, *value.routing
         layers = [[each.parts[0].operands for each in layer] for layer in (self._gate_up, self._down)]
         if not self._coded:
             packed = ([packed for packed, *_ in layer] for layer in layers)
             biases = ([bias for _, bias, _ in layer if bias is not None] for layer in layers)
-            return *packed, *biases, value.down.inputs, self._activation, *more
+            return *packed, *biases, value.down.inputs, *more
         found = list[Any]()
         for layer in layers:
             found += [each for parts, *_ in layer for each in parts], [scales for _, scales, *_ in layer]
-        return *found, [layer[0][3] for layer in layers], value.down.input, *more
+        biases = ([bias for _, _, bias, *_ in layer if bias is not None] for layer in layers)
+        return *found, *biases, [layer[0][3] for layer in layers], value.down.input, *more
 
     def __call__(self, x: Tensor, logits: Tensor) -> Tensor:
         """Return the output [tokens, hidden] of ``x`` [tokens, hidden] and ``logits`` [tokens, experts].
@@ -173,7 +174,7 @@ def padded(rows: Tensor) -> Sequence[Tensor]:
 
 @opaque(
     "(Tensor x, Tensor logits, Tensor[] gate_up, Tensor[] down, Tensor[] gate_up_bias, Tensor[] down_bias, int inner, "
-    f"str activation, {ROUTING}) -> Tensor",
+    f"{AFTER}) -> Tensor",
     lambda x, *_: torch.empty_like(x),
 )
 def _experts(  # noqa: PLR0917 - arguments of torch's operations are told by their place
@@ -197,26 +198,27 @@ def _experts(  # noqa: PLR0917 - arguments of torch's operations are told by the
 
 @opaque(
     "(Tensor x, Tensor logits, Tensor[] gate_up, Tensor[] gate_up_scales, Tensor[] down, Tensor[] down_scales, "
-    f"Tensor?[] statics, str kind, {ROUTING}) -> Tensor",
+    f"Tensor[] gate_up_bias, Tensor[] down_bias, Tensor?[] statics, str kind, {AFTER}) -> Tensor",
     lambda x, *_: torch.empty_like(x),
 )
 def _fp8_experts(  # noqa: PLR0917 - as those of the operation above
     x: Tensor, logits: Tensor, gate_up: list[Tensor], gate_up_scales: list[Tensor], down: list[Tensor],
-    down_scales: list[Tensor], statics: list[Tensor | None], kind: ActivationScales, correction: Tensor | None,
-    factors: Tensor | None, *routing: Any,
+    down_scales: list[Tensor], gate_up_bias: list[Tensor], down_bias: list[Tensor], statics: list[Tensor | None],
+    kind: ActivationScales, activation: Activation, correction: Tensor | None, factors: Tensor | None, *routing: Any,
 ) -> Tensor:  # fmt: skip
     """Compute the experts with float8 activations.
 
-    ``gate_up`` and ``down`` are the parts of all experts, one expert after the other. ``statics`` are the static scales
-    of their inputs.
+    ``gate_up`` and ``down`` are the parts of all experts, one expert after the other, without biases if none.
+    ``statics`` are the static scales of their inputs.
     """
+    layers = (gate_up, gate_up_scales, gate_up_bias), (down, down_scales, down_bias)
 
-    def layer(rows: Tensor, number: int, parts: list[Tensor], scales: list[Tensor], static: Tensor | None) -> Tensor:
-        each = len(parts) // len(scales)
-        return fp8_linear(rows, parts[number * each : (number + 1) * each], scales[number], None, static, kind)
+    def layer(at: int, rows: Tensor, number: int) -> Tensor:
+        parts, scales, biases = layers[at]
+        each, bias = len(parts) // len(scales), biases[number] if biases else None
+        return fp8_linear(rows, parts[number * each : (number + 1) * each], scales[number], bias, statics[at], kind)
 
     def expert(number: int, rows: Tensor) -> Tensor:
-        inner = silu_and_mul(layer(rows, number, gate_up, gate_up_scales, statics[0]))
-        return layer(inner, number, down, down_scales, statics[1])
+        return layer(1, ACTIVATIONS[activation](layer(0, rows, number)), number)
 
     return routed(x, *route(logits, Routing(*routing), correction, factors), len(down_scales), expert)
