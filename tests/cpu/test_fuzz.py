@@ -21,6 +21,7 @@ from preheat.backends.cuda.facts import FACTS as CUDA
 from preheat.cli.main import main
 from preheat.errors import PreheatError
 from preheat.model.families import read_spec
+from preheat.ops.values import Cache, Refused
 from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.verify.fuzz import ENCODED, Fuzz, for_whole_texts, possible, random_limits
@@ -88,6 +89,28 @@ def test_models_that_a_device_cannot_run_are_not_drawn(monkeypatch, tmp_path):
         *_, shown = fuzz._model(tmp_path, random.Random(seed), seed)
         assert shown[0] not in refused
     assert len(seeds) > 3
+
+
+def test_caches_that_a_device_does_not_have_are_not_drawn(monkeypatch, tmp_path):
+    """The model alone is no obstacle; with a cache of one byte it would be."""
+    drawn = [seed for seed in range(40) if "kv_cache_dtype" in _both(tmp_path / f"all {seed}", seed)]
+    assert drawn
+    right = CpuBackend.supports
+
+    def supports(self, value):
+        narrow = isinstance(value, Cache) and value.dtype.startswith("fp8")
+        return Refused("no such cache") if narrow else right(self, value)
+
+    monkeypatch.setattr(CpuBackend, "supports", supports)
+    assert not any("kv_cache_dtype" in _both(tmp_path / f"few {seed}", seed) for seed in drawn)
+
+
+def _both(folder: Path, seed: int) -> dict[str, object]:
+    """Return what a round draws for both of its engines."""
+    folder.mkdir()
+    _, features, _ = Fuzz(boot_engine, Settings.load({"device": "cpu"}), True)._model(folder, random.Random(seed), seed)
+    assert features is not None
+    return features.both
 
 
 def test_its_flags_belong_together(capsys):

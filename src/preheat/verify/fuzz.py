@@ -123,6 +123,8 @@ class Fuzz:
         stated = stated_spec(replace(settings, **model), folder / "model").max_position_embeddings
         model["max_model_len"] = min(stated, POSITIONS)  # some families stretch their positions unless told otherwise
         features = random_features(draw, folder, config)
+        while obstacle(replace(settings, **model, **features.both), self._backend):
+            features = random_features(draw, folder, config)  # the device has no such cache for this model, say
         if (folder / "draft").exists() and (other := instead(self._backend.facts, settings)) is not None:
             features.both["execution_mode"] = other  # a draft that needs the other mode takes its target with it
         shown = [config["architectures"][0], *_sizes(config), dtype, f"{threads} threads"]
