@@ -67,8 +67,8 @@ class Choice:
     """One sequence as its client sees it: tokens become text, up to a stop string."""
 
     __slots__ = (
-        "_begun", "_detokenizer", "_repetition", "_sent", "_sent_parts", "_stop", "finish_reason", "id", "index",
-        "logprobs", "parts", "pooled", "proof", "sent_end", "state", "stop_reason", "times", "token_ids",
+        "_begun", "_detokenizer", "_repetition", "_sent_parts", "_shown_at", "_stop", "finish_reason", "id", "index",
+        "logprobs", "parts", "pooled", "proof", "sent", "sent_end", "state", "stop_reason", "times", "token_ids",
     )  # fmt: skip
 
     def __init__(
@@ -86,7 +86,8 @@ class Choice:
         self.pooled = b""  # of an engine that pools: fp32 [hidden]
         self.times = Times()
         self.sent_end = self._begun = False
-        self._sent = self._sent_parts = 0
+        self.sent = self._sent_parts = 0  # tokens, and pieces of text
+        self._shown_at = 0  # the number of tokens when the first text was there
 
     def push(self, token: int, logprobs: TokenLogprobs | None, hidden: bool) -> bool:
         """Add a token; a ``hidden`` one adds no text. Return whether a stop string is complete."""
@@ -99,7 +100,7 @@ class Choice:
         if self._stop is not None:
             return self._show(text)
         if text:
-            self.parts.append(text)
+            self._add(text)
         return False
 
     def repeats(self) -> bool:
@@ -114,7 +115,7 @@ class Choice:
             if self._show(self._detokenizer.finish()):
                 reason, stop_reason = "stop", self.found_stop
             elif self._stop is not None and (text := self._stop.finish()):
-                self.parts.append(text)
+                self._add(text)
         self.finish_reason, self.stop_reason = reason, stop_reason
 
     @property
@@ -139,7 +140,7 @@ class Choice:
         if self.finish_reason is not None:
             return self.finish_reason != "error"
         if self._detokenizer is SILENT:
-            return len(self.token_ids) > self._sent
+            return len(self.token_ids) > self.sent
         return len(self.parts) > self._sent_parts
 
     @property
@@ -149,22 +150,26 @@ class Choice:
 
     def is_due(self, interval: int) -> bool:
         """Return whether to send now: the beginning, the end, or at least ``interval`` new tokens."""
-        return not self._begun or self.finish_reason is not None or len(self.token_ids) - self._sent >= interval
+        return not self._begun or self.finish_reason is not None or len(self.token_ids) - self.sent >= interval
 
     def take_delta(self, most: int | None = None) -> OutputDelta:
         """Return the part that was not sent yet; the caller sends it now.
 
-        It has at most ``most`` tokens, if given, and as many pieces of text.
+        It has at most ``most`` tokens, if given, and as many pieces of text. Then the first part ends with the first
+        piece, even if more tokens came before the server could send it.
         """
-        start, text_from = self._sent, self._sent_parts
-        ids = self.token_ids[start:] if most is None else self.token_ids[start : start + most]
-        parts = self.parts[text_from:] if most is None else self.parts[text_from : text_from + most]
-        self._sent, self._sent_parts = start + len(ids), text_from + len(parts)
+        start, text_from = self.sent, self._sent_parts
         first, self._begun = not self._begun, True
-        over = self._sent == len(self.token_ids) and self._sent_parts == len(self.parts)
+        pieces = most
+        if first and self.parts and most is not None:
+            most, pieces = min(self._shown_at, most), 1
+        ids = self.token_ids[start:] if most is None else self.token_ids[start : start + most]
+        parts = self.parts[text_from:] if pieces is None else self.parts[text_from : text_from + pieces]
+        self.sent, self._sent_parts = start + len(ids), text_from + len(parts)
+        over = self.sent == len(self.token_ids) and self._sent_parts == len(self.parts)
         self.sent_end = over and self.finish_reason is not None
         text = parts[0] if len(parts) == 1 else "".join(parts)
-        return OutputDelta(text, ids, None if self.logprobs is None else self.logprobs[start : self._sent], first)
+        return OutputDelta(text, ids, None if self.logprobs is None else self.logprobs[start : self.sent], first)
 
     @property
     def shown_end(self) -> tuple[str | None, int | str | None]:
@@ -175,8 +180,13 @@ class Choice:
         if self._stop is not None:
             text = self._stop.push(text, armed=len(self.token_ids) > self.state.params.min_tokens)
         if text:
-            self.parts.append(text)
+            self._add(text)
         return self._stop is not None and self._stop.found is not None
+
+    def _add(self, text: str) -> None:
+        if not self.parts:
+            self._shown_at = len(self.token_ids)
+        self.parts.append(text)
 
 
 class Launcher(Protocol):

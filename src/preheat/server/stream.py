@@ -276,10 +276,10 @@ class CompletionsWriter(Writer):
         return self._head + encode(answer) + self.tail(choice)
 
     def tail(self, choice: Choice) -> bytes:
-        """Return the end of an event of ``choice``, with the usage if it is asked for."""
+        """Return the end of an event of ``choice``, with the usage of its stream so far if it is asked for."""
         if not self._continuous:
             return self._tail
-        return b'],"usage":%b}\n\n' % encode(self.usage_of(choice, self.completion_tokens(choice)))
+        return b'],"usage":%b}\n\n' % encode(self.usage_of(choice, min(self.completion_tokens(choice), choice.sent)))
 
     def completion_tokens(self, choice: Choice) -> int:
         """Return the number of tokens of ``choice``, for the usage."""
