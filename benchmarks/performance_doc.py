@@ -158,6 +158,47 @@ def cpu_engines(name: str, results: Path) -> str:
     return "".join(lines) + "\n"
 
 
+LLAMA_CPP = tuple(f"llama.cpp {kind}" for kind in ("F16", "BF16", "Q8_0", "Q4_0"))
+CPU_PEERS: tuple[tuple[str, str, tuple[str, ...], str, float, str], ...] = (
+    ("bf16 beside F16", "preheat bf16", LLAMA_CPP[:1], "tokens_per_s", 1.5, "1 "),
+    ("int8 beside Q8_0", "preheat int8", LLAMA_CPP[2:3], "tokens_per_s", 1.2, ""),
+    ("int4 beside Q4_0", "preheat int4", LLAMA_CPP[3:], "tokens_per_s", 0.9, ""),
+    ("bf16 beside the best", "preheat bf16", LLAMA_CPP, "tokens_per_s", 1.3, "16 "),
+    ("prompts: bf16 beside F16", "preheat bf16", LLAMA_CPP[:1], "prompt_tokens_per_s", 1.0, ""),
+    ("prompts: bf16 beside BF16", "preheat bf16", LLAMA_CPP[1:2], "prompt_tokens_per_s", 0.75, ""),
+    ("bf16 beside OpenVINO fp16", "preheat bf16", ("OpenVINO fp16",), "tokens_per_s", 0.0, "-"),
+    ("bf16 beside vLLM", "preheat bf16", ("vLLM bf16",), "tokens_per_s", 0.0, "-"),
+)
+"""Comparisons: our engine, its peers, the figure, the aim, and the beginning of the loads that the aim is for.
+
+Loads of "-" have no aim, and a figure behind the peer's is bold.
+"""
+BOUND_BY_MEMORY = {"bf16 beside F16": 1.0}
+"""Other aims for models whose weights do not lie in a processor's cache."""
+
+
+def cpu_ratios(name: str, results: Path) -> str:
+    """Return a table of our figures of ``cpu_engines`` over llama.cpp's and others'; a missed aim is bold."""
+    path = results / f"cpu_engines_{name}.json"
+    if not path.exists():
+        return f"\n{name}: not measured yet.\n\n"
+    cases = json.loads(path.read_text(encoding="utf-8"))["figures"]["cases"]
+    lines = [f"\n| | Aim | {' | '.join(case.replace(' x ', ' × ') for case in cases)} |\n| --- | --- |"]
+    lines.append(f"{' --- |' * len(cases)}\n")
+    for what, ours, peers, figure, stated, loads in CPU_PEERS:
+        aim = stated if name.startswith("bundled") else BOUND_BY_MEMORY.get(what, stated)
+        cells = list[str]()
+        for load, case in cases.items():
+            theirs = max((case[peer][figure] for peer in peers if peer in case), default=None)
+            ratio = None if theirs is None else case[ours][figure] / theirs
+            least = aim if load.startswith(loads) else float(loads == "-")
+            cells.append("–" if ratio is None else f"{ratio:.2f}" if ratio >= least else f"**{ratio:.2f}**")
+        if set(cells) != {"–"}:
+            shown_aim = f"{aim:g} at {loads.strip()}" if loads not in ("", "-") else f"{aim:g}" if aim else "–"
+            lines.append(f"| {what} | {shown_aim} | {' | '.join(cells)} |\n")
+    return "".join(lines) + "\n"
+
+
 def collective(name: str, results: Path) -> str:
     """Return a table of the ways to add the numbers of all ranks: microseconds by rows."""
     path = results / f"{name}.json"
@@ -246,6 +287,7 @@ WRITERS = {
     "by_format": by_format,
     "collective": collective,
     "cpu_engines": cpu_engines,
+    "cpu_ratios": cpu_ratios,
     "encoders": encoders,
     "invariance_cost": invariance_cost,
     "kernels": kernels,
