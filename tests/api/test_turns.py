@@ -182,20 +182,33 @@ def test_an_answer_is_sent_in_pieces() -> None:
             assert [each["more_body"] for each in sent] == [True] * (len(sent) - last) + [False] * last
 
 
-@pytest.mark.parametrize("most", [1, 7, 2_000, None])
-def test_a_slow_client_gets_bounded_parts_of_an_answer(most: int | None) -> None:
-    """Parts are bounded, together they are the answer, and the last one alone has its end."""
-    silent = [0, 3, 4, 30]  # tokens without text of their own
+def spoken() -> Choice:
+    """Return a choice of 50 tokens; some have no text of their own."""
+    silent = [0, 3, 4, 30]
     detokenizer = types.SimpleNamespace(push=lambda token: "" if token in silent else f"{token} ", finish=lambda: "end")
     state = RequestState("x", None, [1], SamplingParams(logprobs=0), 100, tokenizer=None)  # type: ignore[arg-type]
     choice = Choice(state, 0, 0, detokenizer, None)  # type: ignore[arg-type]
     for token in range(50):
         choice.push(token, TokenLogprobs(token, -0.5, 1, ()), False)
-    choice.finish("length")
+    return choice
+
+
+@pytest.mark.parametrize("most", [1, 7, 2_000, None])
+@pytest.mark.parametrize("late", [False, True])
+def test_a_slow_client_gets_bounded_parts_of_an_answer(most: int | None, late: bool) -> None:
+    """Parts are bounded, together they are the answer, and the last one alone has its end.
+
+    The first text is not held together with later text, unless the answer has ended before (``late``).
+    """
+    choice = spoken()
     parts, ends = list[OutputDelta](), list[str | None]()
+    if late:
+        choice.finish("length")
     while choice.has_delta:
         parts.append(choice.take_delta(most))
         ends.append(choice.shown_end[0])
+        if choice.finish_reason is None:
+            choice.finish("length")
     assert (
         [id for part in parts for id in part.token_ids]
         == list(range(50))
@@ -204,10 +217,9 @@ def test_a_slow_client_gets_bounded_parts_of_an_answer(most: int | None) -> None
     assert "".join(part.text for part in parts) == "".join(choice.parts) and choice.parts[-1] == "end"
     assert ends == [None] * (len(parts) - 1) + ["length"]
     assert max(len(part.token_ids) for part in parts) <= (most or 50)
-    if most is None:
-        assert len(parts) == 1
-    else:  # the first text is not held together with later text
-        assert (parts[0].text, parts[0].token_ids) == ("1 ", [0, 1][:most]) and (len(parts) == 2) == (most == 2_000)
+    if most is not None and not late:
+        assert (parts[0].text, parts[0].token_ids) == ("1 ", [0, 1][:most])
+    assert (len(parts) == 1 + (not late)) == (most in (2_000, None))
 
 
 @pytest.mark.parametrize("alternatives", [0, 1, 20, 1_998, 1_999, 2_000, 4_096, 300_000])

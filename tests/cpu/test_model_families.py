@@ -105,8 +105,15 @@ def random_tokens(count: int = TOKENS) -> Tensor:
     return torch.randint(199, (count,), generator=torch.Generator().manual_seed(5))
 
 
-BOUNDS = {"gemma 4": 3e-5, "gemma 4 with experts": 3e-5}
-"""Bounds of families with large scores, which no root of the head's size divides."""
+WITH_STATES = 3e-5
+"""Bound of models with states, which carry rounding from token to token.
+
+transformers in float32 is itself up to 2e-5 from its results in float64, by the processor.
+"""
+BOUNDS = {"gemma 4": 3e-5, "gemma 4 with experts": 3e-5} | {
+    name: WITH_STATES for name, (family, _) in MODELS.items() if family in {"Qwen3Next", "Qwen3_5", "Qwen3_5Moe"}
+}
+"""Bounds of families with large scores, which no root of the head's size divides, and of families with states."""
 
 
 @pytest.mark.parametrize("name", MODELS)

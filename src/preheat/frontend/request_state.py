@@ -156,12 +156,12 @@ class Choice:
         """Return the part that was not sent yet; the caller sends it now.
 
         It has at most ``most`` tokens, if given, and as many pieces of text. Then the first part ends with the first
-        piece, even if more tokens came before the server could send it.
+        piece, even if more tokens came before the server could send it, unless the whole answer did.
         """
         start, text_from = self.sent, self._sent_parts
         first, self._begun = not self._begun, True
         pieces = most
-        if first and self.parts and most is not None:
+        if first and self.parts and most is not None and self.finish_reason is None:
             most, pieces = min(self._shown_at, most), 1
         ids = self.token_ids[start:] if most is None else self.token_ids[start : start + most]
         parts = self.parts[text_from:] if pieces is None else self.parts[text_from : text_from + pieces]
