@@ -6,7 +6,7 @@ The text between two marks is written here; a figure without a file is a dash, n
 import json
 import re
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from benchmarks.common.machine import ROOT
 from benchmarks.common.report import RESULTS, read_parts
@@ -159,20 +159,32 @@ def cpu_engines(name: str, results: Path) -> str:
 
 
 LLAMA_CPP = tuple(f"llama.cpp {kind}" for kind in ("F16", "BF16", "Q8_0", "Q4_0"))
-CPU_PEERS: tuple[tuple[str, str, tuple[str, ...], str, float, str], ...] = (
-    ("bf16 beside F16", "preheat bf16", LLAMA_CPP[:1], "tokens_per_s", 1.5, "1 "),
-    ("int8 beside Q8_0", "preheat int8", LLAMA_CPP[2:3], "tokens_per_s", 1.2, ""),
-    ("int4 beside Q4_0", "preheat int4", LLAMA_CPP[3:], "tokens_per_s", 0.9, ""),
-    ("bf16 beside the best", "preheat bf16", LLAMA_CPP, "tokens_per_s", 1.3, "16 "),
-    ("prompts: bf16 beside F16", "preheat bf16", LLAMA_CPP[:1], "prompt_tokens_per_s", 1.0, ""),
-    ("prompts: bf16 beside BF16", "preheat bf16", LLAMA_CPP[1:2], "prompt_tokens_per_s", 0.75, ""),
-    ("bf16 beside OpenVINO fp16", "preheat bf16", ("OpenVINO fp16",), "tokens_per_s", 0.0, "-"),
-    ("bf16 beside vLLM", "preheat bf16", ("vLLM bf16",), "tokens_per_s", 0.0, "-"),
-)
-"""Comparisons: our engine, its peers, the figure, the aim, and the beginning of the loads that the aim is for.
 
-Loads of "-" have no aim, and a figure behind the peer's is bold.
-"""
+
+class Comparison(NamedTuple):
+    """A figure of ``ours`` over the best of its ``peers``.
+
+    It should be at least ``aim`` in loads that begin with ``loads``. Without an aim it should be at least 1.
+    """
+
+    what: str
+    ours: str
+    peers: tuple[str, ...]
+    figure: str = "tokens_per_s"
+    aim: float | None = None
+    loads: str = ""
+
+
+CPU_PEERS = (
+    Comparison("bf16 beside F16", "preheat bf16", LLAMA_CPP[:1], aim=1.5, loads="1 "),
+    Comparison("int8 beside Q8_0", "preheat int8", LLAMA_CPP[2:3], aim=1.2),
+    Comparison("int4 beside Q4_0", "preheat int4", LLAMA_CPP[3:], aim=0.9),
+    Comparison("bf16 beside the best", "preheat bf16", LLAMA_CPP, aim=1.3, loads="16 "),
+    Comparison("prompts: bf16 beside F16", "preheat bf16", LLAMA_CPP[:1], "prompt_tokens_per_s", 1.0),
+    Comparison("prompts: bf16 beside BF16", "preheat bf16", LLAMA_CPP[1:2], "prompt_tokens_per_s", 0.75),
+    Comparison("bf16 beside OpenVINO fp16", "preheat bf16", ("OpenVINO fp16",)),
+    Comparison("bf16 beside vLLM", "preheat bf16", ("vLLM bf16",)),
+)
 BOUND_BY_MEMORY = {"bf16 beside F16": 1.0}
 """Other aims for models whose weights do not lie in a processor's cache."""
 
@@ -191,11 +203,11 @@ def cpu_ratios(name: str, results: Path) -> str:
         for load, case in cases.items():
             theirs = max((case[peer][figure] for peer in peers if peer in case), default=None)
             ratio = None if theirs is None else case[ours][figure] / theirs
-            least = aim if load.startswith(loads) else float(loads == "-")
+            least = 1.0 if aim is None else aim if load.startswith(loads) else 0.0
             cells.append("–" if ratio is None else f"{ratio:.2f}" if ratio >= least else f"**{ratio:.2f}**")
         if set(cells) != {"–"}:
-            shown_aim = f"{aim:g} at {loads.strip()}" if loads not in ("", "-") else f"{aim:g}" if aim else "–"
-            lines.append(f"| {what} | {shown_aim} | {' | '.join(cells)} |\n")
+            told = "–" if aim is None else f"{aim:g} at {loads.strip()}" if loads else f"{aim:g}"
+            lines.append(f"| {what} | {told} | {' | '.join(cells)} |\n")
     return "".join(lines) + "\n"
 
 

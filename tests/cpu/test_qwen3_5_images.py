@@ -41,14 +41,15 @@ def test_from_images_to_logits_and_tokens(model, llm, monkeypatch):
 
     Control: without places on three axes they do not.
     """
+    bound = WITH_STATES if "Moe" in (model[0] / "config.json").read_text() else 1e-5
     for prompt, found in zip(PROMPTS, run(llm), strict=True):
-        assert error(model[1], prompt, found) <= WITH_STATES
+        assert error(model[1], prompt, found) <= bound
     monkeypatch.setattr(slots, "places_of", lambda segments: None)
     llm.reset_prefix_cache()
     (found,) = run(llm, PROMPTS[10:11])
     llm.reset_prefix_cache()
     with pytest.raises(AssertionError):
-        assert error(model[1], PROMPTS[10], found) <= WITH_STATES
+        assert error(model[1], PROMPTS[10], found) <= bound
 
 
 @pytest.mark.parametrize("model", FAMILIES[:1], indirect=True)

@@ -46,7 +46,7 @@ from preheat.parallel.share import for_ranks
 from preheat.settings import Settings
 from preheat.warmup.record import Record
 from tests.cpu.checkpoints import MODELS, save_checkpoint
-from tests.cpu.test_model_families import BOUNDS, error_at_each_position, logits_of, random_tokens
+from tests.cpu.test_model_families import WITH_STATES, error_at_each_position, logits_of, random_tokens
 
 NAMES = (
     "llama with biases",
@@ -110,7 +110,8 @@ def test_bits_do_not_depend_on_the_number_of_ranks(name, tmp_path):
     reference = save_checkpoint((family, sizes | OF_RANKS.get(name, {})), tmp_path / "model")
     found = on_sizes(tmp_path / "model", tmp_path)
     assert same(found)
-    assert error_at_each_position(found[0], reference(random_tokens(TOKENS))).max() <= BOUNDS.get(name, 1e-5)
+    bound = WITH_STATES if name == "qwen3-next" else 1e-5
+    assert error_at_each_position(found[0], reference(random_tokens(TOKENS))).max() <= bound
 
 
 def test_the_state_of_another_ranks_head_is_seen(tmp_path, monkeypatch):
