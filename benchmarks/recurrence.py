@@ -52,6 +52,9 @@ DECODING = (
     *(Config(*each, 0, ALL) for each in ((16, 4), (8, 1), (8, 2), (16, 1), (16, 2), (32, 2), (32, 4), (64, 4), (64, 8),
                                          (128, 8), (128, 16))),
     Config(16, 4, 0, 64), Config(32, 4, 0, 64),
+    *(Config(32, 4, 0, rows, ahead=ahead) for rows in (2, 3, 4, 6, 8) for ahead in (1, 2, 3)),
+    *(Config(32, 8, 0, rows, ahead=ahead) for rows in (3, 4) for ahead in (1, 2, 3)),
+    *(Config(16, 4, 0, rows, ahead=ahead) for rows in (2, 4, 6) for ahead in (1, 2, 4)),
 )  # fmt: skip
 PROMPTS = (
     *(Config(*each, 0, 32) for each in ((4, 1), (8, 1), (16, 4), (32, 4))),
@@ -138,7 +141,7 @@ class Step:
 @contextmanager
 def used(config: Config) -> Iterator[None]:
     """Let ``config`` be the configuration of each step."""
-    with mock.patch.multiple(delta, ONE=config, PROMPTS=config, DECODING=config):
+    with mock.patch.multiple(delta, ONE=config, PROMPTS=config, DECODING=config, TOKENS=config):
         yield
 
 
@@ -146,7 +149,7 @@ def measure(case: str, quick: bool, bandwidth: float, clock: float, backend: Bac
     """Return a line for each configuration of ``case``, the fastest one first; the first line is the layer's."""
     lengths = lengths_of(case)
     step, decode, limit = Step(lengths, backend), max(lengths) == 1, limit_us(lengths, bandwidth, clock)
-    own, lines, right = delta.DECODING if decode else delta.ONE if len(lengths) == 1 else delta.PROMPTS, [], None
+    own, lines, right = delta.TOKENS if decode else delta.ONE if len(lengths) == 1 else delta.PROMPTS, [], None
     for config in [own] if quick else dict.fromkeys((own, *(DECODING if decode else PROMPTS))):
         line = {"case": case, **config._asdict(), "in_use": config == own, "limit_us": round(limit, 1)}
         try:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from preheat import LLM, SamplingParams
 from preheat.backends.cuda import delta
-from preheat.backends.cuda.delta import DECODING, ONE, PROMPTS, Config, CudaRecurrences, Tile
+from preheat.backends.cuda.delta import DECODING, ONE, PROMPTS, TOKENS, Config, CudaRecurrences, Tile
 from preheat.core import StepStates
 from preheat.errors import NotInvariant
 from preheat.ops.delta import delta_rule
@@ -149,6 +149,23 @@ def test_bits_do_not_depend_on_cuts(size):
     assert torch.equal(torch.cat(parts), right)
     assert torch.equal(cut.states.matrix[4], whole.states.matrix[1])
     assert torch.equal(cut.states.window[4], whole.states.window[1])
+
+
+@pytest.mark.parametrize("config", [TOKENS, Config(16, 4, 0, 1, ahead=4), Config(32, 8, 0, 2, ahead=1)])
+@pytest.mark.parametrize(("key_dim", "taps"), [(64, 2), (128, 4), (256, 4)])
+def test_rows_of_one_token_have_the_bits_of_their_prompts(config, key_dim, taps, monkeypatch):
+    """Programs take one, two or all rows; rows read one slot and write another one."""
+    monkeypatch.setattr(delta, "TOKENS", config)
+    value = replace(VALUE, key_dim=key_dim, taps=taps)
+    prompts, rows = layer((9, 9, 9), value), layer((9, 9, 9), value)
+    right, found = prompts.whole(), list[Tensor]()
+    for turn in range(9):
+        ways = ((text, 1, 1 + text + turn % 2 * 3, 4 + text - turn % 2 * 3) for text in range(3))
+        found.append(rows.step(*ways, width=1))
+    assert torch.equal(torch.stack(found, 1), torch.stack(right))
+    for text in range(3):
+        assert torch.equal(rows.states.matrix[4 + text], prompts.states.matrix[1 + text])
+        assert torch.equal(rows.states.window[4 + text], prompts.states.window[1 + text])
 
 
 def test_kept_states_have_the_bits_of_a_row_that_ends_there():

@@ -42,7 +42,7 @@ def log2(number):
 
 
 @constexpr_function
-def _wide(number):
+def next_power(number):
     """Return the least power of two that is no less than ``number``."""
     return 1 << (number - 1).bit_length()
 
@@ -169,7 +169,7 @@ def prepare(
     HEADS: tl.constexpr = KEY_HEADS * SHARE
     CHANNELS: tl.constexpr = 2 * KEY_HEADS * KEY + HEADS * VALUE
     OWN: tl.constexpr = SHARE * VALUE
-    keys, values, shares = tl.arange(0, KEY), tl.arange(0, _wide(OWN)), tl.arange(0, _wide(SHARE))
+    keys, values, shares = tl.arange(0, KEY), tl.arange(0, next_power(OWN)), tl.arange(0, next_power(SHARE))
     own, real, inside = head * SHARE + shares, shares < SHARE, values < OWN
     at = x + token * stride + CHANNELS + HEADS * VALUE + own
     b, a = tl.load(at, mask=real, other=0.0).to(tl.float32), tl.load(at + HEADS, mask=real, other=0.0).to(tl.float32)
@@ -200,8 +200,8 @@ def _keep_windows(
 ):  # fmt: skip
     """Write the last inputs of a row's parts to their slots, for the channels of a ``unit`` of work."""
     OWN: tl.constexpr = (CHANNELS + UNITS - 1) // UNITS
-    WIDE: tl.constexpr = _wide(OWN)
-    HIGH: tl.constexpr = _wide(TAPS - 1)
+    WIDE: tl.constexpr = next_power(OWN)
+    HIGH: tl.constexpr = next_power(TAPS - 1)
     tap, wide = tl.arange(0, HIGH)[:, None], tl.arange(0, WIDE)[None, :]
     channel = unit * OWN + wide
     inside = (tap < TAPS - 1) & (wide < OWN) & (channel < CHANNELS)

@@ -44,7 +44,7 @@ def _added_lanes(x, layout: gl.constexpr):
 
 
 @gluon.jit
-def _copy(
+def copy_tokens(
     given, chunks, turn, first, size, KEY_HEADS: gl.constexpr, SHARE: gl.constexpr, VALUE: gl.constexpr,
     CHUNK: gl.constexpr, COLUMNS: gl.constexpr,
 ):  # fmt: skip
@@ -77,7 +77,7 @@ def _copy(
 
 
 @gluon.jit
-def _take(shared, token, state: gl.constexpr):
+def take(shared, token, state: gl.constexpr):
     """Return a token's key [runs, 1, run], values [columns], decay, beta and tree(k * q)."""
     pairs, values, numbers = shared
     column: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, state))
@@ -90,14 +90,14 @@ def _take(shared, token, state: gl.constexpr):
 
 
 @gluon.jit
-def _begun(state, numbers, LANES: gl.constexpr):
+def begin_token(state, numbers, LANES: gl.constexpr):
     """Return the state behind a token's decay, and the sums of each lane's own numbers of state * key."""
     state = state * numbers[2][None, :, None]
     return state, _lane_sums(state * numbers[0], LANES)
 
 
 @gluon.jit
-def _ended(shared, token, state, numbers, seen, answers, LANES: gl.constexpr, layout: gl.constexpr):
+def end_token(shared, token, state, numbers, seen, answers, LANES: gl.constexpr, layout: gl.constexpr):
     """Store a token's answers and return the state behind the token."""
     columns: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
     key, value, _, share, cross = numbers
@@ -163,7 +163,7 @@ def recur_prompts(
                 scalars + (start * HEADS + head) * SCALARS,
             )  # fmt: skip
             tl.debug_barrier()  # the row before has been read
-            _copy(given, chunks, 0, 0, size, KEY_HEADS, SHARE, VALUE, CHUNK, COLUMNS)
+            copy_tokens(given, chunks, 0, 0, size, KEY_HEADS, SHARE, VALUE, CHUNK, COLUMNS)
             state = gl.load(matrix + (slot * HEADS + head) * (KEY * VALUE) + here)
             fresh = gl.load(positions + first) == 0
             state = gl.where(fresh, 0.0, state)
@@ -172,7 +172,7 @@ def recur_prompts(
             for chunk in range(gl.cdiv(size, CHUNK)):
                 tl.debug_barrier()  # the chunk before the last has been read
                 begun, turn = chunk * CHUNK, (chunk + 1) % BUFFERS
-                _copy(given, chunks, turn, begun + CHUNK, size, KEY_HEADS, SHARE, VALUE, CHUNK, COLUMNS)
+                copy_tokens(given, chunks, turn, begun + CHUNK, size, KEY_HEADS, SHARE, VALUE, CHUNK, COLUMNS)
                 async_copy.wait_group(1)
                 tl.debug_barrier()
                 base = chunk % BUFFERS * CHUNK
@@ -181,25 +181,25 @@ def recur_prompts(
                 while token < count:
                     left = until - first - begun  # the part's end
                     ends = gl.minimum(left, count) if left > token else count
-                    own = _take(shared, base + token, layout)
-                    state, seen = _begun(state, own, LANES)
+                    own = take(shared, base + token, layout)
+                    state, seen = begin_token(state, own, LANES)
                     for _ in range((ends - token - 1) // 2):  # two tokens: no key moves between registers
                         held, at = base + token, answers + (begun + token) * (HEADS * VALUE)
-                        behind = _take(shared, held + 1, layout)
-                        state = _ended(shared, held, state, own, seen, at, LANES, layout)
-                        state, seen = _begun(state, behind, LANES)
-                        own = _take(shared, held + 2, layout)
-                        state = _ended(shared, held + 1, state, behind, seen, at + HEADS * VALUE, LANES, layout)
-                        state, seen = _begun(state, own, LANES)
+                        behind = take(shared, held + 1, layout)
+                        state = end_token(shared, held, state, own, seen, at, LANES, layout)
+                        state, seen = begin_token(state, behind, LANES)
+                        own = take(shared, held + 2, layout)
+                        state = end_token(shared, held + 1, state, behind, seen, at + HEADS * VALUE, LANES, layout)
+                        state, seen = begin_token(state, own, LANES)
                         token += 2
                     if token < ends - 1:
                         held, at = base + token, answers + (begun + token) * (HEADS * VALUE)
-                        behind = _take(shared, held + 1, layout)
-                        state = _ended(shared, held, state, own, seen, at, LANES, layout)
+                        behind = take(shared, held + 1, layout)
+                        state = end_token(shared, held, state, own, seen, at, LANES, layout)
                         own = behind
-                        state, seen = _begun(state, own, LANES)
+                        state, seen = begin_token(state, own, LANES)
                     at = answers + (begun + ends - 1) * (HEADS * VALUE)
-                    state = _ended(shared, base + ends - 1, state, own, seen, at, LANES, layout)
+                    state = end_token(shared, base + ends - 1, state, own, seen, at, LANES, layout)
                     token = ends
                     if left == token:
                         gl.store(matrix + (write.to(gl.int64) * HEADS + head) * (KEY * VALUE) + here, state)
