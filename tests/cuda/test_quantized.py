@@ -4,6 +4,7 @@ The reference is the dequantized model, or the contract of float8 within the rou
 """
 
 from dataclasses import fields, replace
+from functools import partial
 
 import pytest
 import torch
@@ -18,7 +19,10 @@ from preheat.backends.cuda.backend import CudaBackend
 from preheat.backends.cuda.device import card_at
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.matmul.config import (
+    ExpertsConfig,
+    ExpertsShape,
     LinearShape,
+    Tile,
     experts_reference,
     fits_small_m,
     reference,
@@ -28,7 +32,7 @@ from preheat.backends.cuda.matmul.config import (
 from preheat.backends.cuda.matmul.kernels import WIDE_FP8, KernelConfigs, candidates, rule
 from preheat.backends.cuda.matmul.layer import Layer
 from preheat.backends.cuda.matmul.weights import DeviceWeight, dequantized
-from preheat.backends.cuda.moe import ExpertsLayer
+from preheat.backends.cuda.moe import Apart, ExpertsLayer, experts_forward, with_biases
 from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
 from preheat.backends.cuda.prove import compile_kernels, differing, random_weight, settle
 from preheat.backends.cuda.quantize import quantize_rows
@@ -45,12 +49,13 @@ from tests.kernels.ranks import on_ranks
 FP8 = Scheme(code="fp8", scales="channel", activations="token")
 STATIC = Scheme(code="fp8", scales="tensor", activations="static")
 BLOCKS = Scheme(code="fp8", scales="block", group=128, activations="block")
+MXFP4 = Scheme(code="fp4", scales="group", group=32)
 WHOLE = [
     Scheme(code="int4", scales="group", group=128, zeros=True),
     Scheme(code="int4", scales="group", group=32, zeros=True, indexed=True),
     Scheme(code="int8", scales="channel"),
     Scheme(code="fp8", scales="channel"),
-    Scheme(code="fp4", scales="group", group=32),
+    MXFP4,
 ]
 ROWS = [1, 2, 8, 16, 17, 33, 64, 65, 128, 300, 512, 1000, 2048]
 SIZES = [(1152, 896, False), (2048, 1024, True), (4096, 512, False), (1024, 2048, True)]
@@ -196,6 +201,40 @@ def test_experts_have_the_bits_of_the_reference(scheme, shape):
         assert torch.equal(experts(x[:tokens], logits[:tokens]).view(torch.int16), right[:tokens].view(torch.int16))
 
 
+STREAMED = [
+    ExpertsConfig(rows, *(Tile(16 * warps * times, rows, 128, warps, stages, bulk=True) for times in (1, 2)))
+    for rows, warps, stages in ((32, 4, 4), (64, 4, 3), (64, 8, 6), (128, 8, 3), (32, 4, 6), (64, 4, 4))
+]
+
+
+@pytest.mark.parametrize("large", [False, True])
+@pytest.mark.parametrize("config", STREAMED, ids=str)
+def test_streamed_experts_have_the_bits_of_the_reference(config, large):
+    """For blocks that are full, half full and nearly empty, and outputs and inputs that end inside of a tile."""
+    count, hidden, inner = 8, 320, 192
+    gate_up, down = (streamed_weight(large, count, *size) for size in ((2 * inner, hidden), (hidden, inner)))
+    assert gate_up.large_scales == down.large_scales == large
+    draw = partial(torch.randn, device="cuda", dtype=torch.bfloat16)
+    reference = experts_reference(ExpertsShape(count, hidden, inner, 2, torch.bfloat16, MXFP4))
+    routing, counts = Routing(2, True, False), torch.zeros(count, dtype=torch.int32, device="cuda")
+    x, logits = draw(1500, hidden), draw(1500, count)
+    logits[:, 0] -= 3  # few rows
+    for between in (None, Apart(draw(count, 2 * inner), draw(count, hidden), "clamped_silu_and_mul")):
+        given = gate_up, down, routing, counts, None, between
+        right = experts_forward(with_biases(reference), x, logits, *given)
+        assert right.isfinite().all() and right.any()
+        for tokens in (1, 40, 300, 1500):
+            found = experts_forward(config, x[:tokens], logits[:tokens], *given)
+            assert torch.equal(found.view(torch.int16), right[:tokens].view(torch.int16))
+
+
+def streamed_weight(large, *size):
+    weight = random_layer(MXFP4, *size, dtype=torch.bfloat16)
+    if large:
+        weight.scales[0, 0] = 4.0
+    return DeviceWeight.of(replace(weight, codes=weight.codes.cuda(), scales=weight.scales.cuda()))
+
+
 def stacked(scheme, count, outputs, inputs):
     weight = quantization.empty_weight(
         scheme, count, outputs, inputs, dtype=torch.bfloat16, device=torch.device("cuda")
@@ -248,7 +287,7 @@ def test_the_sum_over_ranks_has_the_bits_of_one_rank(scheme):
             assert all(torch.equal(each, one) for each in on_ranks(world, layer, exchanges=2))
 
 
-@pytest.mark.parametrize("scheme", [FP8, BLOCKS, WHOLE[0]], ids=named)
+@pytest.mark.parametrize("scheme", [FP8, BLOCKS, WHOLE[0], MXFP4], ids=named)
 def test_the_sum_of_experts_over_ranks_has_the_bits_of_one_rank(scheme):
     hidden, inner, count, backend = 256, 512, 8, CudaBackend()
     gate_up = random_layer(scheme, count, 2 * inner, hidden, dtype=torch.bfloat16)

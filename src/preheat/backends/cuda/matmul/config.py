@@ -68,7 +68,8 @@ class ExpertsShape(NamedTuple):
 class Tile(msgspec.Struct, frozen=True, omit_defaults=True):
     """The Triton kernel with tiles of ``outputs`` x ``rows``, ``inputs`` deep.
 
-    ``bulk``: the copy engine loads them; of quantized weights, :mod:`preheat.backends.cuda.linear_hopper_small_m`.
+    ``bulk``: the copy engine loads them. :mod:`preheat.backends.cuda.linear_hopper_small_m` is then the kernel of
+    quantized weights, and :mod:`preheat.backends.cuda.matmul.mxfp4_hopper` that of experts in MXFP4.
     """
 
     outputs: int
@@ -202,6 +203,12 @@ def fits_wide(shape: LinearShape) -> bool:
     """Whether :mod:`preheat.backends.cuda.linear_hopper` does for a layer, on Hopper."""
     whole = shape.inputs % 8 == shape.columns % 8 == 0  # rows of whole 16 bytes, for TMA
     return shape.scheme is None and shape.dtype.itemsize == 2 and whole
+
+
+def fits_streamed(shape: ExpertsShape) -> bool:
+    """Whether :mod:`preheat.backends.cuda.matmul.mxfp4_hopper` does for experts, on Hopper."""
+    whole = shape.hidden % 64 == shape.inner % 64 == 0  # pieces of rows, and eights of outputs, for TMA
+    return shape.scheme is not None and shape.scheme.powers and shape.dtype == torch.bfloat16 and whole
 
 
 def without_unaligned_copies(config: Tile | Wide | Expanded, shape: LinearShape) -> Tile | Wide | Expanded:

@@ -14,7 +14,7 @@ sum adds the splits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -28,13 +28,12 @@ from preheat.backends.cuda.launch import INTERPRETED, begin, options
 from preheat.backends.cuda.matmul.ahead import ask, asked
 from preheat.backends.cuda.matmul.config import Tile, whole_groups
 from preheat.backends.cuda.matmul.maps import Cut, Routed, RoutedForm, all_rows, all_rows_masked, by_expert, programs
+from preheat.backends.cuda.matmul.mxfp4_hopper import multiply_streamed
 from preheat.backends.cuda.matmul.products import Codes, CodesForm, Float8, Float8Form, Plain, codes, float8, plain
 from preheat.backends.cuda.matmul.weights import STEP, DeviceWeight, PlainWeight, Weight, layout
+from preheat.backends.cuda.moe_route import Arrangement, spread
 from preheat.ops.kinds import Activation
 from preheat.ops.quantization import QuantizedRows
-
-if TYPE_CHECKING:
-    from preheat.backends.cuda.moe_route import Arrangement
 
 Gated = bool | Activation
 """Whether outputs are gates and ups: the activation that combines them, or True for silu(gate) * up."""
@@ -297,6 +296,11 @@ def multiply_experts(
     have one row. ``early``: the arrangement was written at least two launches before.
     """
     (experts, _, inputs), columns, size = weight.shape, y.shape[-1], weight.shape[2] // splits
+    if tile.bulk and weight.form == "codes" and splits == 1:
+        assert isinstance(x, Tensor) and isinstance(weight, DeviceWeight)
+        rows, activation = spread(x, arrangement) if gathered else x, gated if isinstance(gated, str) else None
+        multiply_streamed(tile, rows, weight, arrangement, y, gated=bool(gated), activation=activation, bias=bias)
+        return
     given, w_tiles = OPERANDS[weight.form](tile, x, weight, size), None
     if tile.bulk and weight.form == "plain":
         w_tiles = TensorDescriptor.from_tensor(given.w.view(-1, inputs), [tile.outputs, tile.inputs])
