@@ -23,7 +23,7 @@ pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install l
 from llvmlite import ir
 
 from preheat.backends.cpu.backend import CpuBackend
-from preheat.backends.cpu.llvm import emit, functions, job, layer, machine, products, targets, team
+from preheat.backends.cpu.llvm import chunks, emit, functions, job, layer, machine, products, targets, team
 from preheat.backends.cpu.llvm.kinds import COUNTERS, LAYER_FRAME, Product
 from preheat.backends.cpu.llvm.memory import panels, zeros
 
@@ -83,7 +83,8 @@ def product(how: Product, weight: Tensor, x: Tensor) -> Tensor:
 
 def test_a_gated_product_is_right():
     how = Product(160, 128, "bfloat16", activation="silu_and_mul")
-    weight, x = torch.randn(128, 160).bfloat16(), torch.randn(6, 160)
+    draw = torch.Generator().manual_seed(0)
+    weight, x = torch.randn(128, 160, generator=draw).bfloat16(), torch.randn(6, 160, generator=draw)
     here = product(how, weight, x)
     whole = (x.double() @ weight.double().T).chunk(2, dim=-1)
     exact = whole[0] * torch.sigmoid(whole[0]) * whole[1]
@@ -153,6 +154,32 @@ def test_a_sum_that_follows_the_number_of_rows_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(products, "sums", cut)
     llm = LLM(str(tmp_path), **LLVM)
     assert differing([run(llm, [prompt])[0] for prompt in prompts()], run(llm, prompts())) > 0
+
+
+@pytest.mark.parametrize("rows", [5, 8, 9, 13, 31, chunks.MOST, chunks.MOST + 1])
+@pytest.mark.parametrize("inputs", [96, chunks.CHUNK, 300])
+def test_chunks_of_inputs_change_no_bits(rows, inputs):
+    """Rows up to a bound pass over chunks; all others are multiplied in one pass."""
+    for how in (Product(inputs, 96, "float32"), Product(inputs, 128, "bfloat16", activation="silu_and_mul")):
+        weight, x = torch.randn(how.outputs, inputs).to(getattr(torch, how.stored)), torch.randn(rows, inputs)
+        many = Alone(loaded(how), how, weight, threads=2)
+        assert torch.equal(many(x, margin=3)[:rows], torch.cat([many(row[None]) for row in x]))
+        assert (many(x, margin=3)[rows:] == 7.0).all()
+
+
+def test_a_sum_that_begins_anew_with_each_chunk_is_seen(monkeypatch):
+    if not chunks.serves(how := Product(300, 96, "float32")):
+        pytest.skip("this processor multiplies no rows in chunks")
+    weight, x = torch.randn(96, 300), torch.randn(8, 300)
+    right, add_up = product(how, weight, x), chunks.add_up
+
+    def wrong(e, how, weights, row_at, rows, room):
+        with monkeypatch.context() as patch:
+            patch.setattr(e.b, "select", lambda condition, zero, kept: zero)
+            add_up(e, how, weights, row_at, rows, room)
+
+    monkeypatch.setattr(chunks, "add_up", wrong)
+    assert not torch.equal(product(how, weight, x), right)
 
 
 def test_an_exponential_of_the_machines_library_is_seen(monkeypatch):

@@ -19,7 +19,7 @@ from tests.cpu.machine_code import instructions, undefined, written
 pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
 from llvmlite import ir
 
-from preheat.backends.cpu.llvm import emit, functions, job, machine, model, products, targets
+from preheat.backends.cpu.llvm import chunks, emit, functions, job, machine, model, products, targets
 from preheat.backends.cpu.llvm.kinds import COUNTERS, FRAME, LAYER_FRAME, LINE, Product
 from preheat.backends.cpu.llvm.memory import panels
 from preheat.backends.cpu.llvm.targets import TARGETS
@@ -140,18 +140,25 @@ def test_a_fault_planted_in_code_is_seen(written, name, find, put, fault, monkey
 def test_sums_fit_into_the_registers_of(name):
     """Either the weights of an input wait in registers while rows pass, or a number of each row while weights pass."""
     count, bits = TARGETS[name].registers
-    for rows, vectors, _ in {*products.TILES[count, bits].many, *products.TILES[count, bits].few}:
+    groups = chunks.GROUPS.get((count, bits), ())
+    for rows, vectors, _ in {*products.TILES[count, bits].many, *products.TILES[count, bits].few, *groups}:
         weights = vectors * 32 * emit.LANES // bits
         assert rows == 1 or rows * weights + min(rows, weights) + 1 <= count
 
 
-@pytest.mark.parametrize(("name", "asks", "vectors"), [("avx2", True, 2), ("avx512", False, 4)])
-def test_weights_are_read_ahead_with_avx2_alone(name, asks, vectors, monkeypatch):
-    """Rows that read a weight once do not ask: their unit is the widest one."""
+@pytest.mark.parametrize(("name", "asks"), [("avx2", True), ("avx512", True), ("sse", False), ("neon", False)])
+def test_weights_are_read_ahead_with_avx(name, asks, monkeypatch):
     monkeypatch.setattr(targets, "here", lambda: TARGETS[name])
     module, how = ir.Module("test"), Product(3072, 768, "float32")
     functions.alone(module, "alone", how)
     assert ('call void @"llvm.prefetch' in str(module)) == asks
+
+
+@pytest.mark.parametrize(("name", "vectors"), [("avx2", 2), ("avx512", 4)])
+def test_units_of_many_rows_are_narrow_with_avx2_alone(name, vectors, monkeypatch):
+    """They are read ahead. Rows that read a weight once do not ask: their unit is the widest one."""
+    monkeypatch.setattr(targets, "here", lambda: TARGETS[name])
+    how = Product(3072, 768, "float32")
     many, few = products.tiles(how)
     assert [products.widest(how, tile) for tile in (many[0], few[-1])] == [vectors, 8]
 

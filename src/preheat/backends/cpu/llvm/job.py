@@ -9,6 +9,7 @@ from llvmlite import ir
 
 from preheat.backends.cpu.llvm.emit import ALL_CLAIMED, LONG, POINTER, SPINS_BEFORE_YIELD, Function, Value
 from preheat.backends.cpu.llvm.kinds import (
+    COUNTERS,
     ENDED,
     FRAME,
     FUNCTION,
@@ -58,6 +59,7 @@ class Job(Function):
 
     def phase(self, units: Value) -> Phase:
         """Return the arguments of :meth:`units` and :meth:`finished` for the next counter."""
+        assert self._phases < COUNTERS, "a function has more phases than a job has counters"
         word = self.at(self.pointer("counters"), self._phases * LINE, LONG)
         self._phases += 1
         return word, self.i(units), self.number

@@ -178,7 +178,7 @@ LIST, LENGTH, POSTED = 48, 49, 50
 TAKEN, ENDED = 56, 57
 """Fields that the thread writes that runs a list: the number of the latest list begun, and of the latest one done."""
 
-COUNTERS = 24
+COUNTERS = 32
 """Counters of a job: one for each phase of a function."""
 
 LINE = 8

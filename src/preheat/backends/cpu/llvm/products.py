@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
-from preheat.backends.cpu.llvm import codes, targets
+from preheat.backends.cpu.llvm import chunks, codes, targets
 from preheat.backends.cpu.llvm.activations import ACTIVATIONS, UPS, kept_between
 from preheat.backends.cpu.llvm.emit import BYTE, FLOATS, HALF, LANES, SECOND_LEVEL, WORDS, Function, Value
 from preheat.backends.cpu.llvm.job import Job, Once, Phase, wait
@@ -184,7 +185,11 @@ def product(e: Job, how: Product, name: str, x: Value, finish: Finish, make: Onc
         wait(e, [shrink(e, how, operands.terms, e.rows, row_at, make)])
     many, some = tiles(how)
     few, phases = e.less(e.rows, many[0].least or many[0].rows), []
-    for holds, mine, tile in ((e.b.not_(few), many, many[0]), (few, some, some[-1])):
+    rest = e.b.not_(few)
+    if chunks.serves(how):
+        phases.append(_chunked(e, how, operands, finish, make))
+        few, rest = (e.b.and_(each, e.b.not_(chunks.holds(e, e.rows))) for each in (few, rest))
+    for holds, mine, tile in ((rest, many, many[0]), (few, some, some[-1])):
         vectors = widest(how, tile)
         phases.append(phase := e.phase(e.choose(holds, how.padded // (LANES * vectors), 0)))
         with e.units(*phase) as unit:
@@ -194,6 +199,23 @@ def product(e: Job, how: Product, name: str, x: Value, finish: Finish, make: Onc
             read = operands._replace(ahead=ahead)
             _rows(e, how, read, unit, (e.i(0), e.rows), mine, vectors, finish)
     return phases
+
+
+def _chunked(e: Job, how: Product, operands: Operands, finish: Finish, make: Once | None) -> Phase:
+    """Multiply as :func:`product` if the rows are as many as :mod:`preheat.backends.cpu.llvm.chunks` says."""
+    vectors = chunks.vectors_of(how)
+    room, width = e.room(chunks.MOST * vectors * LANES), vectors * LANES
+    phase = e.phase(e.choose(chunks.holds(e, e.rows), how.padded // width, 0))
+    with e.units(*phase) as unit:
+        if make is not None:
+            make()
+        ahead = e.add(unit, e.field(e.frame, FRAME["threads"]))
+        weights = chunks.Weights(operands.weight, partial(weight_at, e, how, operands.weight), unit, ahead)
+        chunks.add_up(e, how, weights, operands.row, e.rows, room)
+        with e.loop(0, e.rows) as row:
+            sums = e.at(room, e.mul(row, width))
+            _finish(e, how, operands, unit, row, [e.vector(sums, LANES * at) for at in range(vectors)], finish)
+    return phase
 
 
 def visited_product(
