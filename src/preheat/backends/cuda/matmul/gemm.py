@@ -39,7 +39,8 @@ Gated = bool | Activation
 """Whether outputs are gates and ups: the activation that combines them, or True for silu(gate) * up."""
 
 WHOLE_ROWS = 32
-"""Rows of a tile from which a step of MXFP4 is one product on Hopper. A product of fewer is over at once."""
+"""Rows of a tile from which a step of MXFP4 is one product on Hopper.
+A product of fewer is over at once."""
 
 FEW = 16
 """Rows of a tile that may be mostly empty."""
