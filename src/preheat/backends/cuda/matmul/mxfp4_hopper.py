@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 HALF = gl.constexpr(64)
 """Inputs of half a step: of a piece of rows, and bytes of a step's codes."""
 
-
 OUTPUTS = gl.constexpr(64)
 """Outputs of an instruction of the matrix unit."""
 
