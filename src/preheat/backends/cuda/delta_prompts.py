@@ -11,14 +11,27 @@ import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
+from triton.runtime.jit import constexpr_function
 
-from preheat.backends.cuda.delta_kernels import BETA, CROSS, DECAY, SCALARS, log2
+from preheat.backends.cuda.delta_kernels import BETA, CROSS, DECAY, NEIGHBORS, SCALARS, log2
 from preheat.backends.cuda.launch import begin
 
-NEIGHBORS = gl.constexpr(4)
-"""Numbers that a lane reads at once."""
-
 BUFFERS = gl.constexpr(2)
+
+
+@constexpr_function
+def state_layout(runs, columns, lanes, warps):
+    """Return the layout of a state [runs, columns, run] in registers: lanes share a column, warps have columns each."""
+    down = 32 // lanes
+    return gl.BlockedLayout([runs, columns // (down * warps), NEIGHBORS], [1, down, lanes], [1, warps, 1], [2, 1, 0])
+
+
+@gluon.jit
+def places_of(column, KEY: gl.constexpr, RUN: gl.constexpr, layout: gl.constexpr):
+    """Return the places of a head's numbers in memory, [runs, columns, run], for its columns ``column``."""
+    run = gl.arange(0, KEY // RUN, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
+    number = gl.arange(0, RUN, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
+    return run * RUN + column[None, :, None] * KEY + number
 
 
 @gluon.jit
@@ -122,11 +135,7 @@ def recur_prompts(
     begin(overlap)
     HEADS: gl.constexpr = KEY_HEADS * SHARE
     RUNS: gl.constexpr = KEY // RUN
-    WARPS: gl.constexpr = gl.num_warps()
-    DOWN: gl.constexpr = 32 // LANES
-    layout: gl.constexpr = gl.BlockedLayout(
-        [RUNS, COLUMNS // (DOWN * WARPS), NEIGHBORS], [1, DOWN, LANES], [1, WARPS, 1], [2, 1, 0]
-    )
+    layout: gl.constexpr = state_layout(RUNS, COLUMNS, LANES, gl.num_warps())
     columns: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     two: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -143,9 +152,7 @@ def recur_prompts(
     )
     block, head, row = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     column = block * COLUMNS + gl.arange(0, COLUMNS, columns)
-    run = gl.arange(0, RUNS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    number = gl.arange(0, RUN, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    here = run * RUN + column[None, :, None] * KEY + number
+    here = places_of(column, KEY, RUN, layout)
     several = False
     if PARTS > 4:  # the table has room for a second row
         several = gl.load(table + 6) < gl.load(table + 7)

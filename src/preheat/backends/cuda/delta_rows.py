@@ -14,7 +14,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 
 from preheat.backends.cuda.delta_kernels import SCALARS, next_power
-from preheat.backends.cuda.delta_prompts import NEIGHBORS, begin_token, copy_tokens, end_token, take
+from preheat.backends.cuda.delta_prompts import begin_token, copy_tokens, end_token, places_of, state_layout, take
 from preheat.backends.cuda.launch import begin
 
 
@@ -88,11 +88,7 @@ def recur_rows(
     HEADS: gl.constexpr = KEY_HEADS * SHARE
     RUNS: gl.constexpr = KEY // RUN
     BLOCKS: gl.constexpr = VALUE // COLUMNS
-    WARPS: gl.constexpr = gl.num_warps()
-    DOWN: gl.constexpr = 32 // LANES
-    layout: gl.constexpr = gl.BlockedLayout(
-        [RUNS, COLUMNS // (DOWN * WARPS), NEIGHBORS], [1, DOWN, LANES], [1, WARPS, 1], [2, 1, 0]
-    )
+    layout: gl.constexpr = state_layout(RUNS, COLUMNS, LANES, gl.num_warps())
     columns: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
     one: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     two: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [1, 0])
@@ -111,9 +107,7 @@ def recur_rows(
     )
     block, head, number = gl.program_id(0), gl.program_id(1), gl.program_id(2)
     column = block * COLUMNS + gl.arange(0, COLUMNS, columns)
-    run = gl.arange(0, RUNS, gl.SliceLayout(1, gl.SliceLayout(2, layout)))[:, None, None]
-    key = gl.arange(0, RUN, gl.SliceLayout(0, gl.SliceLayout(1, layout)))[None, None, :]
-    here = run * RUN + column[None, :, None] * KEY + key
+    here = places_of(column, KEY, RUN, layout)
     given, every = (matrix, pair, v, scalars), gl.num_programs(2)
     for place in gl.static_range(PLACES - 1):
         behind = _row(table, positions, number + place * every, PARTS)

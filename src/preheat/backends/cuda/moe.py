@@ -38,6 +38,7 @@ from preheat.backends.cuda.matmul.config import Expanded, ExpertsConfig, Tile, W
 from preheat.backends.cuda.matmul.gemm import Gated, experts_product, experts_splits
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.layer import stored
+from preheat.backends.cuda.matmul.mxfp4_hopper import multiply_streamed
 from preheat.backends.cuda.matmul.weights import DeviceWeight, PlainWeight, Weight
 from preheat.backends.cuda.moe_route import Arrangement, Scales, arrange, by_slots, combine, spread
 from preheat.backends.cuda.norm import QuantizedInput
@@ -132,17 +133,22 @@ def experts_layer(
     See :func:`preheat.backends.cuda.matmul.gemm.experts_product`.
     """
     gathered = bool(gated) if gathered is None else gathered
-    if choice.kind == "tile":
+    streamed = choice.kind == "tile" and choice.bulk and weight.form == "codes"
+    if choice.kind == "tile" and not streamed:
         return experts_product(
             choice, x, weight, arrangement, gated=gated, gathered=gathered, bias=bias, early=early
         )  # fmt: skip
     if choice.kind == "expanded":
         plain = PlainWeight(weight.plain())
         return experts_layer(choice.choice, x, plain, arrangement, gated=gated, gathered=gathered, bias=bias)  # type: ignore[arg-type]
-    assert weight.form == "plain" and bias is None and isinstance(gated, bool)
-    rows = spread(weight.rows(x), arrangement) if gathered else weight.rows(x)
+    rows = spread(plain_rows(x), arrangement) if gathered else plain_rows(x)
     y = weight.room(arrangement.rows, weight.shape[1] // 2 if gated else weight.shape[1])
-    wide(choice, rows, weight, None, gated, y, arrangement.experts, arrangement.starts)
+    if choice.kind == "wide":
+        assert weight.form == "plain" and bias is None and isinstance(gated, bool)
+        wide(choice, rows, weight, None, gated, y, arrangement.experts, arrangement.starts)
+    else:
+        assert weight.form != "plain"
+        multiply_streamed(choice, rows, weight, arrangement, y, gated=gated, bias=bias)
     return y
 
 

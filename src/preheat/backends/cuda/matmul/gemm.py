@@ -14,7 +14,7 @@ sum adds the splits.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import triton
@@ -28,19 +28,19 @@ from preheat.backends.cuda.launch import INTERPRETED, begin, options
 from preheat.backends.cuda.matmul.ahead import ask, asked
 from preheat.backends.cuda.matmul.config import Tile, whole_groups
 from preheat.backends.cuda.matmul.maps import Cut, Routed, RoutedForm, all_rows, all_rows_masked, by_expert, programs
-from preheat.backends.cuda.matmul.mxfp4_hopper import multiply_streamed
 from preheat.backends.cuda.matmul.products import Codes, CodesForm, Float8, Float8Form, Plain, codes, float8, plain
 from preheat.backends.cuda.matmul.weights import STEP, DeviceWeight, PlainWeight, Weight, layout
-from preheat.backends.cuda.moe_route import Arrangement, spread
 from preheat.ops.kinds import Activation
 from preheat.ops.quantization import QuantizedRows
+
+if TYPE_CHECKING:
+    from preheat.backends.cuda.moe_route import Arrangement
 
 Gated = bool | Activation
 """Whether outputs are gates and ups: the activation that combines them, or True for silu(gate) * up."""
 
 WHOLE_ROWS = 32
-"""Rows of a tile from which a step of MXFP4 is one product on Hopper.
-A product of fewer is over at once."""
+"""Rows of a tile from which a step of MXFP4 is one product on Hopper. A product of fewer is over at once."""
 
 FEW = 16
 """Rows of a tile that may be mostly empty."""
@@ -257,7 +257,7 @@ OPERANDS: Mapping[str, Callable[[Tile, Any, Any, int], _Operands]] = {
 """From the form of a weight to the operands of a launch, for a tile, rows, the weight and the inputs of a split."""
 
 
-def _gates(gated: Gated) -> dict[str, Any]:
+def gates(gated: Gated) -> dict[str, Any]:
     """Return the constants of a launch that is ``gated``."""
     return {"gated": bool(gated), "ACTIVATION": gated if isinstance(gated, str) else None}
 
@@ -280,7 +280,7 @@ def multiply(
         MAP=all_rows_masked if given.masked else all_rows, PRODUCT=given.product,
         SUM=unrolled if given.product is plain else looped, FORM=given.form, GROUPS=None,
         CUT=Cut(tile.outputs, tile.rows, given.depth, splits), ASKED=asked(tile, weight, early=True), NARROW=None,
-        **_gates(gated), **given.options,
+        **gates(gated), **given.options,
         **options(num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip
 
@@ -297,11 +297,6 @@ def multiply_experts(
     have one row. ``early``: the arrangement was written at least two launches before.
     """
     (experts, _, inputs), columns, size = weight.shape, y.shape[-1], weight.shape[2] // splits
-    if tile.bulk and weight.form == "codes" and splits == 1:
-        assert isinstance(x, Tensor) and isinstance(weight, DeviceWeight)
-        rows, activation = spread(x, arrangement) if gathered else x, gated if isinstance(gated, str) else None
-        multiply_streamed(tile, rows, weight, arrangement, y, gated=bool(gated), activation=activation, bias=bias)
-        return
     given, w_tiles = OPERANDS[weight.form](tile, x, weight, size), None
     if tile.bulk and weight.form == "plain":
         w_tiles = TensorDescriptor.from_tensor(given.w.view(-1, inputs), [tile.outputs, tile.inputs])
@@ -315,7 +310,7 @@ def multiply_experts(
         ),
         CUT=Cut(tile.outputs, tile.rows, given.depth, splits), ASKED=asked(tile, weight, early=early),
         NARROW=_narrow(tile, given, arrangement, splits),
-        **_gates(gated), **given.options, **options(num_warps=tile.warps, num_stages=tile.stages),
+        **gates(gated), **given.options, **options(num_warps=tile.warps, num_stages=tile.stages),
     )  # fmt: skip
 
 

@@ -25,9 +25,9 @@ from preheat.backends.cuda.elementwise import combined
 from preheat.backends.cuda.hopper import barriers, descriptor, ring
 from preheat.backends.cuda.launch import begin_early, begin_late, options, processors
 from preheat.backends.cuda.matmul.config import Tile
+from preheat.backends.cuda.matmul.gemm import Gated, gates
 from preheat.backends.cuda.matmul.mxfp4 import E2M1
 from preheat.backends.cuda.matmul.weights import STEP, DeviceWeight
-from preheat.ops.kinds import Activation
 
 if TYPE_CHECKING:
     from preheat.backends.cuda.moe_route import Arrangement
@@ -283,8 +283,8 @@ def experts_streamed(
 
 
 def multiply_streamed(
-    tile: Tile, x: Tensor, weight: DeviceWeight, arrangement: Arrangement, y: Tensor, *, gated: bool,
-    activation: Activation | None, bias: Tensor | None,
+    tile: Tile, x: Tensor, weight: DeviceWeight, arrangement: Arrangement, y: Tensor, *, gated: Gated,
+    bias: Tensor | None,
 ) -> None:  # fmt: skip
     """Write to ``y`` [arranged rows, columns] the outputs of one layer of all experts.
 
@@ -292,7 +292,7 @@ def multiply_streamed(
     group. See :func:`preheat.backends.cuda.matmul.gemm.multiply_experts`.
     """
     count, outputs, inputs = weight.shape
-    columns, groups = y.shape[-1], tile.warps // 4
+    columns, groups = y.shape[1], tile.warps // 4
     steps = triton.cdiv(inputs, STEP.value)
     rows = x.view(len(x), -1, HALF.value).transpose(0, 1)
     scales = weight.scales.view(torch.int32)
@@ -303,6 +303,6 @@ def multiply_streamed(
         descriptor(weight.codes.view(-1, outputs // 2, HALF.value), 2, OUTPUTS.value, HALF.value),
         descriptor(scales.view(-1, outputs // 16, 8), 2, OUTPUTS.value // 8, 8),
         bias, y, arrangement.experts, arrangement.starts, arrangement.rows_of_experts, columns, steps,
-        EXPERTS=count, GROUPS=groups, STAGES=tile.stages, gated=gated, ACTIVATION=activation,
-        LARGE=weight.large_scales, **options(num_warps=4, num_stages=1, maxnreg=168 if groups == 2 else 128),
+        EXPERTS=count, GROUPS=groups, STAGES=tile.stages, LARGE=weight.large_scales, **gates(gated),
+        **options(num_warps=4, num_stages=1, maxnreg=168 if groups == 2 else 128),
     )  # fmt: skip
