@@ -168,7 +168,8 @@ def test_the_fuzzer_draws_every_engine_feature(tmp_path):
         loaded.update(features.loaded.keys())
         drafts = features.loaded.get("speculative_config", {})
         drafting.update([f"{drafts.get('method')} {Path(drafts.get('model', '')).name}"])
-    assert set(both) == {"quantization", "kv_cache_dtype", "enable_lora", "max_loras", "max_lora_rank", "tp_invariant"}
+    adapters, ranks = {"enable_lora", "max_loras", "max_lora_rank"}, {"tp_invariant", "enable_expert_parallel"}
+    assert set(both) == {"quantization", "kv_cache_dtype", *adapters, *ranks}
     states = {"mamba_cache_mode", "max_kept_states"}
     assert set(loaded) == {"speculative_config", "kv_offloading_size", "tensor_parallel_size", *states}
     assert set(drafting) == {"None ", "ngram ", "draft_model draft", "draft_model model"}

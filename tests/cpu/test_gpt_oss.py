@@ -17,17 +17,28 @@ from torch import Tensor
 from benchmarks.common.arithmetic import EAGER_STEPS, touched_by_step
 from benchmarks.common.decoding import DecodingRows
 from preheat import LLM
+from preheat.backends.base.collective import Collective
+from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.decode_attention import DecodeAttention
 from preheat.backends.cpu.paged_attention import PagedAttention
 from preheat.backends.cpu.tiles import SPLIT
 from preheat.errors import ModelError, SettingsError
+from preheat.model.decoder import Decoder
+from preheat.model.families import deal_experts, read_spec
+from preheat.model.files import read_config
+from preheat.model.loader import load_weights
+from preheat.model.shard import shard
+from preheat.model.tensor_specs import VectorSpec
+from preheat.model.weight_loader import WeightLoader
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 from tests.cpu.test_family_engines import OPTIONS, VOCAB, differing, error, run
+from tests.cpu.test_model_families import logits_of
+from tests.cpu.test_tensor_parallel import on_ranks
 
 pytest.importorskip("llvmlite", reason="llvmlite is not installed: pip install llvmlite")
 from preheat.backends.cpu.llvm import attend
 
-LENGTH = SPLIT + 40
+LENGTH, EXPERTS = SPLIT + 40, 6
 MODES = pytest.mark.parametrize("mode", ["eager", "llvm"])
 KINDS = pytest.mark.parametrize("kind", ["plain", "mxfp4"])
 SETTINGS: dict[str, Any] = OPTIONS | {
@@ -81,7 +92,7 @@ def checkpoints(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Checkpoin
     import transformers
 
     folder, (family, changes) = tmp_path_factory.mktemp("gpt-oss"), MODELS["gpt-oss"]
-    changes = {**changes, "max_position_embeddings": 512, "num_hidden_layers": 2}
+    changes = {**changes, "max_position_embeddings": 512, "num_hidden_layers": 2, "num_local_experts": EXPERTS}
     found = {"plain": Checkpoint(folder / "plain", save_checkpoint((family, changes), folder / "plain"))}
     save_checkpoint((family, changes), folder / "meant")
     with_packed_experts(folder / "meant", folder / "mxfp4")
@@ -110,8 +121,8 @@ def test_logits_are_those_of_transformers_however_they_are_computed(
     assert differing(run(llm, prompts()[::-1])[::-1], together) == 0
     assert llm.loop.scheduler.stats().prefix_hits > 0
     touched = touched_by_step(llm, DecodingRows(llm, VOCAB, 2, 20, EAGER_STEPS, temperature=0.0))
-    count, top_k = MODELS["gpt-oss"][1]["num_local_experts"], MODELS["gpt-oss"][1]["num_experts_per_tok"]
-    assert touched is None if mode == "llvm" else touched is not None and top_k <= touched <= count
+    top_k = MODELS["gpt-oss"][1]["num_experts_per_tok"]
+    assert touched is None if mode == "llvm" else touched is not None and top_k <= touched <= EXPERTS
     cold = LLM(str(own.folder), **options | {"enable_prefix_caching": False, "max_num_batched_tokens": 384})
     assert differing([run(cold, [prompt])[0] for prompt in prompts()], together) == 0
 
@@ -156,8 +167,44 @@ def test_sinks_of_each_split_are_seen(
         assert error(run(llm, [long])[0], long, own.reference) <= 1e-5
 
 
+@KINDS
+def test_two_ranks_have_whole_experts_and_the_bits_of_one(kind: str, checkpoints: dict[str, Checkpoint]) -> None:
+    """Each rank has the sinks of its heads, and half of the experts with their biases."""
+    own, options = checkpoints[kind], SETTINGS | {"execution_mode": "eager", "enable_expert_parallel": True}
+    found = [
+        run(LLM(str(own.folder), **options | ranks), prompts())
+        for ranks in ({"tp_invariant": True}, {"tensor_parallel_size": 2})
+    ]
+    assert differing(*found) == 0
+    for prompt, each in zip(prompts(), found[1], strict=True):
+        assert error(each, prompt, own.reference) <= 1e-5
+
+
+def test_sinks_of_another_rank_are_seen(
+    checkpoints: dict[str, Checkpoint], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Control: the second rank has the sinks of the first rank's heads."""
+    model = checkpoints["plain"].folder
+    spec = deal_experts(read_spec(read_config(model)))
+
+    def logits(ranks: Collective) -> Tensor:
+        weights = load_weights(spec, model, torch.float32, CpuBackend(), collective=ranks)
+        mine = shard(spec, ranks.rank, ranks.world)
+        return logits_of(Decoder(mine, weights, 256), torch.arange(VOCAB)[:40])
+
+    def of_first_heads(self: WeightLoader, spec: VectorSpec) -> Tensor:
+        assert spec.kept is not None
+        first, last = spec.kept
+        return self.tensor(f"{spec.name}.weight", *spec.shape)[: last - first]
+
+    one, right = (on_ranks(world, tmp_path / str(world), logits)[0] for world in (1, 2))
+    assert torch.equal(one, right)
+    monkeypatch.setattr(WeightLoader, "sinks", of_first_heads)
+    assert not torch.equal(right, on_ranks(2, tmp_path / "wrong", logits)[0])
+
+
 @pytest.mark.parametrize(("options", "message"), [
-    ({"tensor_parallel_size": 2}, "ranks cannot share attention with sinks yet"),
+    ({"tensor_parallel_size": 2}, "experts with biases yet: add --enable-expert-parallel"),
     ({"quantization": "int4"}, "stacked experts are plain or of MXFP4"),
 ])  # fmt: skip
 def test_missing_features_are_refused(

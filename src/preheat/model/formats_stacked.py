@@ -30,7 +30,7 @@ class Stacked:
     def tensors(self, spec: LinearSpec | ExpertsSpec) -> Mapping[str, Shape]:
         assert isinstance(spec, ExpertsSpec), "only experts are stacked"
         found: dict[str, Shape] = {}
-        for expert in range(spec.num_experts):
+        for expert in spec.numbers:
             for name, (outputs, inputs) in zip((spec.gate, spec.down), spec.matrices, strict=True):
                 found |= self.module_tensors(name.format(expert), outputs, inputs)
                 found[f"{name.format(expert)}_bias"] = (outputs,)
@@ -50,10 +50,10 @@ class Stacked:
         biases: list[Tensor] = []
         for name, (outputs, inputs) in zip((spec.gate, spec.down), spec.matrices, strict=True):
             weight, bias = loader.empty(spec.num_experts, outputs, inputs), loader.empty(spec.num_experts, outputs)
-            for expert in range(spec.num_experts):
+            for at, expert in enumerate(spec.numbers):
                 stored = loader.tensor(name.format(expert), inputs, outputs)
-                weight[expert].copy_(_apart(stored.t(), name == spec.gate))
-                bias[expert].copy_(_apart(loader.tensor(f"{name.format(expert)}_bias", outputs), name == spec.gate))
+                weight[at].copy_(_apart(stored.t(), name == spec.gate))
+                bias[at].copy_(_apart(loader.tensor(f"{name.format(expert)}_bias", outputs), name == spec.gate))
             found.append(weight)
             biases.append(bias)
         return ExpertsWeights(*found, *biases)
@@ -76,12 +76,12 @@ class StackedMxFp4(Stacked):
         for name, (outputs, inputs) in zip((spec.gate, spec.down), spec.matrices, strict=True):
             weight, blocks = loader.empty_weight(spec.scheme, spec.num_experts, outputs, inputs), inputs // BLOCK
             bias, pairs = loader.empty(spec.num_experts, outputs), name == spec.gate
-            for expert in range(spec.num_experts):
-                own, part = name.format(expert), weight.part(expert)
+            for at, expert in enumerate(spec.numbers):
+                own, part = name.format(expert), weight.part(at)
                 packed = loader.read_bytes(f"{own}_blocks", outputs, blocks, BLOCK // 2)
                 part.codes.copy_(_apart(fp4.unpacked(packed.flatten(1)), pairs))
                 part.scales.copy_(_apart(exponents(f"{own}_scales", (outputs, blocks), loader), pairs))
-                bias[expert].copy_(_apart(loader.tensor(f"{own}_bias", outputs), pairs))
+                bias[at].copy_(_apart(loader.tensor(f"{own}_bias", outputs), pairs))
             found.append(weight)
             biases.append(bias)
         gate_up, down = found

@@ -68,8 +68,6 @@ class _Cut:
     def attention(self, spec: AttentionSpec | DeltaSpec) -> AttentionSpec | DeltaSpec:
         if isinstance(spec, DeltaSpec):
             return self.delta(spec)
-        if spec.sinks is not None:
-            raise _not_yet("attention with sinks")
         if spec.whole_qk_norm is not None:
             raise _not_yet("norms of all query heads together")
         if spec.latent is not None:
@@ -95,6 +93,7 @@ class _Cut:
             qkv=self._rows(spec.qkv, blocks),
             o=self._columns(spec.o),
             alibi=spec.alibi and spec.alibi[slice(*mine)],
+            sinks=spec.sinks and replace(spec.sinks, kept=mine),
         )
 
     def delta(self, spec: DeltaSpec) -> DeltaSpec:
@@ -143,8 +142,8 @@ class _Cut:
         return replace(spec, gate_up=self._rows(spec.gate_up, blocks), down=self._columns(spec.down))
 
     def moe(self, spec: MoeSpec) -> MoeSpec:
-        if spec.experts.bias:
-            raise _not_yet("experts with biases")
+        if spec.experts.bias and not spec.experts.dealt:
+            raise _not_yet("the inner numbers of experts with biases", "add --enable-expert-parallel, or ")
         _require_known(spec.experts)
         shared = spec.shared and replace(spec.shared, block=self.dense(spec.shared.block))
         return replace(spec, experts=self._experts(spec.experts), shared=shared)
@@ -253,9 +252,9 @@ def _require_known(spec: LinearSpec | ExpertsSpec) -> None:
         raise _not_yet(f"layers that are stored as {spec.format}")
 
 
-def _not_yet(what: str) -> ModelError:
+def _not_yet(what: str, remedy: str = "") -> ModelError:
     return ModelError(
-        f"ranks cannot share {what} yet: leave --tensor-parallel-size and --tp-invariant out",
+        f"ranks cannot share {what} yet: {remedy}leave --tensor-parallel-size and --tp-invariant out",
         param="tensor_parallel_size",
     )
 

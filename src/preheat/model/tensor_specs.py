@@ -206,10 +206,11 @@ class PatchSpec:
 
 @dataclass(frozen=True)
 class VectorSpec(TableSpec):
-    """``size`` numbers; ``name`` is the checkpoint's module."""
+    """``size`` numbers; ``name`` is the checkpoint's module. A shard has the numbers ``kept`` [from, to) of them."""
 
     name: str
     size: int
+    kept: tuple[int, int] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:

@@ -370,8 +370,9 @@ class WeightLoader:
         return self.norm(q), self.norm(k)
 
     def sinks(self, spec: VectorSpec) -> Tensor:
-        """Return the sinks of attention, fp32 [heads]."""
-        return self._place(self.tensor(f"{spec.name}.weight", *spec.shape).float())
+        """Return the sinks of attention, fp32 [heads of the shard]."""
+        stored = self.tensor(f"{spec.name}.weight", *spec.shape)
+        return self._place(stored[slice(*spec.kept or (None,))].float())
 
     def tensor32(self, spec: VectorSpec) -> Tensor:
         """Return numbers that stay in fp32."""

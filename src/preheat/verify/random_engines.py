@@ -50,6 +50,8 @@ def random_features(draw: random.Random, folder: Path, config: dict[str, Any] | 
         both |= {"enable_lora": True, "max_loras": draw.randint(1, 3), "max_lora_rank": draw.choice((4, 16, 24, 70))}
     if config is not None and not both and _divides(config) and draw.random() < 0.4:
         both["tp_invariant"] = True
+        if config["architectures"][0] == WITH_SINKS:  # ranks have its experts whole, or not at all
+            both["enable_expert_parallel"] = True
         loaded["tensor_parallel_size"] = 2
         return Features(both, loaded)
     if draw.random() < 0.25:
@@ -99,5 +101,5 @@ def _divides(config: dict[str, Any]) -> bool:
     names = ("intermediate_size", "vocab_size", "moe_intermediate_size", "shared_expert_intermediate_size")
     heads = config["num_attention_heads"] % 4 == config["num_key_value_heads"] % 2 == 0
     plain = "attn_config" not in config and "quantization_config" not in config
-    plain = plain and config["architectures"][0] not in (*WHOLE_NORMS, WITH_SINKS)
+    plain = plain and config["architectures"][0] not in WHOLE_NORMS
     return heads and plain and all(config.get(name, 0) % EVEN == 0 for name in names)
