@@ -94,7 +94,7 @@ batches and preemption change no bit: `tests/cpu/test_delta.py`, `tests/cpu/test
   takes 61 MiB, so `--max-num-seqs` decides much of the memory.
 - More state slots hold the states that [hits and drafts](#kept-states) need.
 - Ranks divide the heads of a state by key heads, and so its convolution. On a CPU one,
-  two and four ranks give the same bits.
+  two and four ranks give the same bits, and so do one GPU and two.
 - The layer that drafts (`mtp.*`) is read for method `mtp` alone
   ([speculation](speculation.md#layers-that-predict-one-token-further)). Encoders of images (`model.visual.*`) are not
   loaded. Images are refused.

@@ -145,7 +145,7 @@ def engine(model: str, world: int, adapters: str | None = None, more: dict[str, 
     from preheat.parallel.executor import SharedExecutor
     from preheat.warmup.cold_monitor import ColdMonitor
 
-    options = {**OPTIONS, **(more or {})}
+    options = {**OPTIONS, "tensor_parallel_size": world, "tp_invariant": True, **(more or {})}
     if model != "bundled":
         options |= {"load_format": "dummy", "skip_tokenizer_init": True}
     requests: list[LoRARequest | None] | None = None
@@ -155,7 +155,7 @@ def engine(model: str, world: int, adapters: str | None = None, more: dict[str, 
         options |= {"enable_lora": True, "max_loras": 2, "max_lora_rank": 40}
         options["fully_sharded_loras"] = adapters == "divided" and world > 1
     began = time.monotonic()
-    llm = LLM(model, tensor_parallel_size=world, tp_invariant=True, **options)
+    llm = LLM(model, **options)
     executor = llm.loop.executor
     kind = type(executor._draws).__name__ if isinstance(executor, SharedExecutor) else "none"
     stage(f"ready after {time.monotonic() - began:.1f} s")

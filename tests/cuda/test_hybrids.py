@@ -24,8 +24,10 @@ from preheat.verify.boot import BootCheck
 from preheat.verify.check_runner import CheckRunner
 from preheat.warmup.record import Record
 from tests.cpu.checkpoints import MODELS, save_checkpoint
+from tests.cpu.mtp_checkpoints import copying, save_with_layer
 from tests.cpu.quantized import quantize_checkpoint
 from tests.cpu.test_quantized_checkpoints import KINDS
+from tests.cuda.test_families import model_of
 from tests.delta_layer import DeltaLayer, step_four
 
 VALUE = Recurrence(key_heads=4, value_heads=8, key_dim=128, value_dim=128, taps=4)
@@ -241,6 +243,19 @@ def test_the_same_bits_in_every_way(name, checkpoint, right):
     assert stats.preemptions > 0 or name != "few blocks"
     assert stats.accepted_tokens > 0 or "drafts" not in name
     other.loop.scheduler.check()
+
+
+@pytest.mark.parametrize("name", ["qwen3-next", "qwen3.5 moe", "deepseek v3"])
+def test_a_layer_that_predicts_changes_no_answer(name, tmp_path):
+    """The layer drafts in graphs, and is right: it has the weights of a model that repeats a token."""
+    save_with_layer(model_of(name), tmp_path, copying)
+    right = answers(LLM(str(tmp_path), **OPTIONS), prompts())
+    drafting = LLM(str(tmp_path), **OPTIONS, speculative_config={"method": "mtp", "num_speculative_tokens": 2})
+    for _ in range(2):
+        assert answers(drafting, prompts()) == right
+    stats = drafting.loop.scheduler.stats()
+    assert stats.accepted_tokens > 0 and stats.prefix_hits > 0
+    drafting.loop.scheduler.check()
 
 
 def test_graphs_have_the_bits_of_operations(checkpoint, llm, right):

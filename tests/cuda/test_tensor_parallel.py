@@ -16,6 +16,7 @@ import pytest
 
 from tests.api.conftest import serving
 from tests.api.test_tensor_parallel import gone, ranks_of, streams
+from tests.cpu.checkpoints import MODELS, SMALL
 from tests.waiting import until
 
 pytestmark = pytest.mark.two_gpus
@@ -37,6 +38,17 @@ WIDE: dict[str, Any] = {
     "rms_norm_eps": 1e-5, "rope_theta": 10000.0, "eos_token_id": 2, "tie_word_embeddings": False,
 }  # fmt: skip
 """A model whose steps are large enough for every form of exchange, and for cuBLAS."""
+
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "sinks": {"head_dim": 64, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256},
+    "latents": {"head_dim": 16},
+    "sizes": {"num_hidden_layers": 5, "global_head_dim": 128, "vocab_size_per_layer_input": 500},
+    "states": {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 64},
+}
+"""Models of families with layers of their own, with their changes to `MODELS`."""
+
+NAMES = {"sinks": "gpt-oss", "latents": "glm 4.7 flash", "sizes": "gemma 4", "states": "qwen3.5 moe"}
 
 
 class Case(NamedTuple):
@@ -62,13 +74,23 @@ CASES = {
     "adapters": Case("wide", adapters="whole"),
     "divided adapters": Case(adapters="divided"),
     "moe adapters": Case("moe", adapters="whole"),
+    "sinks dealt": Case("sinks", {"enable_expert_parallel": True}),
+    "latents": Case("latents"),
+    "sizes": Case("sizes"),
+    "states": Case("states"),
+    "stages": Case(options={"tp_invariant": False}, only={"pipeline_parallel_size": 2, "tensor_parallel_size": 1}),
+    "stages, fp8 cache": Case(
+        "wide",
+        LARGE | {"tp_invariant": False, "kv_cache_dtype": "fp8"},
+        only={"pipeline_parallel_size": 2, "tensor_parallel_size": 1},
+    ),
     "drafts": Case(options={"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
     "through NCCL": Case("wide", LARGE, only={"disable_custom_all_reduce": True}),
     "eager": Case(options={"enforce_eager": True}),
 }
 """Every feature of ranks on GPUs, at least once."""
 
-AT_ONCE = {1: 6, 2: 3}
+AT_ONCE = {1: 8, 2: 4}
 """Engines that run at once, by their GPUs."""
 
 
@@ -81,11 +103,25 @@ def run(*arguments: str, gpus: str = "0,1") -> None:
     assert done.returncode == 0, done.stderr.decode()[-6000:]
 
 
+def config_of(model: str) -> dict[str, Any] | None:
+    """Return the configuration of ``model``; None: it is the bundled one."""
+    if model not in FAMILIES:
+        return {"moe": MOE, "wide": WIDE}.get(model)
+    import transformers
+
+    family, changes = MODELS[NAMES[model]]
+    sizes = {"vocab_size": 500, "hidden_size": 256, "num_hidden_layers": 2, "max_position_embeddings": 1024}
+    kind = getattr(transformers, f"{family}ForCausalLM")
+    config = kind.config_class(**SMALL | changes | sizes | FAMILIES[model])
+    found: dict[str, Any] = config.to_dict() | {"architectures": [kind.__name__], "dtype": "bfloat16"}
+    return found
+
+
 def engine(case: Case, world: int, folder: Path, at: int = 0) -> dict[str, Any]:
     """Return the answers of the engine of ``case`` on ``world`` GPUs; one GPU is the first or the second, by ``at``."""
     folder.mkdir(parents=True, exist_ok=True)
     model, out = case.model, folder / f"{world}.json"
-    if (config := {"moe": MOE, "wide": WIDE}.get(model)) is not None:
+    if (config := config_of(model)) is not None:
         (folder / "config.json").write_text(json.dumps(config))
         model = str(folder)
     options = {**case.options, **(case.only if world > 1 else {})}
@@ -105,6 +141,8 @@ def engines(
     specs = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
     asked = {name for spec in specs for name in spec.params.values() if isinstance(name, str)}
     cases = {name: case for name, case in CASES.items() if name in asked}
+    for case in cases.values():
+        config_of(case.model)  # transformers imports a family's module once, and not in several threads
     with ThreadPoolExecutor(AT_ONCE[1]) as alone:
         found = {
             (name, 1): alone.submit(engine, case, 1, folder / str(at), at)
@@ -125,8 +163,11 @@ def test_one_and_two_gpus_have_one_digest(engines, name):
     one, two = (engines[name, world].result() for world in (1, 2))
     assert len(one["digest"]) == 32 and one["digest"] == two["digest"]
     assert one["answers"] == two["answers"]
-    assert [one["parts"]["ranks"], two["parts"]["ranks"]] == [1, 2]
-    assert two["exchange"] == ("Nccl" if CASES[name].only else "Peers")
+    if "pipeline_parallel_size" in CASES[name].only:
+        assert "stages" not in one["parts"] and two["parts"]["stages"] == 2
+    else:
+        assert [one["parts"]["ranks"], two["parts"]["ranks"]] == [1, 2]
+    assert two["exchange"] == ("Nccl" if "disable_custom_all_reduce" in CASES[name].only else "Peers")
     assert not two["unproved"] and not two["cold"]
 
 

@@ -5,7 +5,7 @@ A rank has a stage of the pipeline, a part of its layers, and links to other ran
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import cast
 
@@ -94,13 +94,22 @@ class Groups:
         pipe = Pipe(link(stage - 1), link(stage), everyone, (stages - 1) * size)
         return cls(stage, collective, pipe)
 
+    @property
+    def everyone(self) -> Collective | None:
+        """The group of all ranks of the engine."""
+        return self.collective if self.pipe is None else self.pipe.everyone
+
     def abort(self) -> None:
         """See :meth:`preheat.backends.base.collective.Collective.abort`."""
-        pipe = () if self.pipe is None else (self.pipe.before, self.pipe.after, self.pipe.everyone)
-        for each in (self.collective, *pipe):
-            if each is not None:
-                each.abort()
+        for each in self._all():
+            each.abort()
 
     def fault(self) -> str | None:
         """See :meth:`preheat.backends.base.collective.Collective.fault`."""
-        return None if self.collective is None else self.collective.fault()
+        return next(filter(None, (each.fault() for each in self._all())), None)
+
+    def _all(self) -> Iterator[Collective]:
+        """Yield each group once: two names may stand for one group."""
+        pipe = () if self.pipe is None else (self.pipe.before, self.pipe.after, self.pipe.everyone)
+        groups = {id(each): each for each in (self.collective, *pipe) if each is not None}
+        return iter(groups.values())

@@ -58,7 +58,7 @@ class Share:
         groups = Groups.join(settings, backend.sharing, ranks.rendezvous(), ranks.check)
         ranks.on_end(groups.abort)
         ranks.fault = groups.fault
-        shares_draws = groups.collective if backend.facts.asynchronous else None
+        shares_draws = groups.everyone if backend.facts.asynchronous else None
         return cls(groups.collective, ranks, partial(build_parallel, ranks, shares_draws, groups.pipe))
 
     def reading(self, read: ReadPacked) -> ReadPacked:

@@ -62,7 +62,7 @@ class Worker:
         self._backend.prepare(settings, orders.mode, orders.cache)
         assert self._backend.sharing is not None  # the leader has checked it
         self._groups = Groups.join(settings, self._backend.sharing, rendezvous, _nothing)
-        self._draws = self._groups.collective if self._backend.facts.asynchronous else None
+        self._draws = self._groups.everyone if self._backend.facts.asynchronous else None
         self._model: LoadedModel = load_model(settings, self._backend, self._groups.collective, self._groups.stage)
         self._selected_rows: object = None
         self._executor: Executor | None = None

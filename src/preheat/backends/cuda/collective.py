@@ -112,6 +112,10 @@ class RankSums:
         """See :class:`preheat.backends.base.collective.Collective`."""
         return x.unsqueeze(0)
 
+    def broadcast(self, x: Tensor, source: int) -> Tensor:
+        """See :class:`preheat.backends.base.collective.Link`."""
+        return x.copy_(self.gather(x)[source])
+
     def sum(self, mine: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
         """Return the sum of all ranks' ``mine``, fp32 [rows, outputs], plus ``bias``: a new tensor in ``dtype``."""
         return add_ranks(self.gather(mine), bias, dtype)

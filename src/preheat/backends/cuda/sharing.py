@@ -9,6 +9,7 @@ import torch
 from preheat.backends.cuda.collective import Nccl, RankSums
 from preheat.backends.cuda.peer import meet
 from preheat.backends.rendezvous import OneNode, Rendezvous
+from preheat.errors import SettingsError
 
 
 class CudaSharing:
@@ -16,10 +17,23 @@ class CudaSharing:
 
     def __init__(self, device: torch.device) -> None:
         self._device, self.by_nccl = device, False
+        self._joined: RankSums | None = None
 
     def join(self, rendezvous: Rendezvous, check: Callable[[], None]) -> RankSums:
-        """Meet the other ranks; they exchange over peer memory on one node, else or ``by_nccl`` through NCCL."""
+        """Meet the other ranks; they exchange over peer memory on one node, else or ``by_nccl`` through NCCL.
+
+        All groups of two stages are one. Raises SettingsError for more stages.
+        """
         if rendezvous.world == 1:
             return RankSums()
-        nccl = Nccl(self._device, rendezvous, check)
-        return meet(nccl, self._device) if isinstance(rendezvous, OneNode) and not self.by_nccl else nccl
+        joined = self._joined
+        if joined is None:
+            nccl = Nccl(self._device, rendezvous, check)
+            by_memory = isinstance(rendezvous, OneNode) and not self.by_nccl
+            joined = self._joined = meet(nccl, self._device) if by_memory else nccl
+        if (joined.rank, joined.world) != (rendezvous.rank, rendezvous.world):
+            raise SettingsError(
+                "a GPU is in one group of ranks so far: set --pipeline-parallel-size to 2 or 1",
+                param="pipeline_parallel_size",
+            )
+        return joined
