@@ -44,8 +44,9 @@ def serving_loop(given: Given, loaded: Loaded, planned: Planned, parts: Parts, c
     check = partial(parts.check, device, record)
     scheduler.rekey(cache_contents(loaded.model, contract.id))
     operator = Elastic(
-        settings, backend, loaded.model, scheduler=scheduler, executor=executor, check=check, monitor=monitor,
-        contract=contract,
+        settings, backend, loaded.model, scheduler=scheduler,
+        contents=share.contents(settings, backend, loaded.model, executor),
+        transfers=share.transfers(settings, backend, loaded.model), check=check, monitor=monitor, contract=contract,
     )  # fmt: skip
     listener, call = with_step_log(settings, mode, backend, monitor), trace.calls(STEP_EVENTS)
     loop = parts.loop(transport, device, listener=listener, call=call, operator=operator)

@@ -10,25 +10,19 @@ import json
 import logging
 import uuid
 from collections.abc import Callable, Mapping
-from pathlib import Path
 
 import msgspec
 import torch
 
 from preheat.backends.base.backend import Backend
-from preheat.backends.base.device import SleepMemory
-from preheat.backends.names import HOST
 from preheat.core import Command, EngineState
 from preheat.engine.audit import Audit
-from preheat.errors import CheckFailed, EngineDead, InvalidRequest, NotInvariant, PreheatError, SettingsError
-from preheat.execution.executor import Executor
-from preheat.execution.kv_cache import BlockCache
+from preheat.errors import CheckFailed, EngineDead, InvalidRequest, NotInvariant, SettingsError
+from preheat.execution.contents import NewWeights
 from preheat.execution.sleep import CACHE, WEIGHTS
 from preheat.execution.weight_transfer import Transfers
 from preheat.model.loader import LoadedModel
-from preheat.model.residence import Dropped
-from preheat.model.sources import GivenTensors, SafetensorsFiles, StoredTensors
-from preheat.model.update import Update, reset_state, tensors_of
+from preheat.parallel.share import AllContents
 from preheat.schedule.scheduler import Scheduler
 from preheat.settings import Settings
 from preheat.settings.combinations import check, traits_of
@@ -47,21 +41,6 @@ Where the device's memory is the host's, kept contents stay in place.
 """
 
 
-class Freed:
-    """Released memory of ``tag``, at addresses that stay reserved; see :class:`Dropped`."""
-
-    def __init__(self, memory: SleepMemory, tag: str, *, keep: bool) -> None:
-        self._memory, self._tag = memory, tag
-        memory.sleep(tag, keep=keep)
-
-    def restore(self) -> None:
-        """Take memory again. Raises PreheatError if the device has not enough."""
-        try:
-            self._memory.wake(self._tag)
-        except RuntimeError as error:
-            raise PreheatError(f"there is no memory for {self._tag}: free some on the device and wake again") from error
-
-
 def cache_contents(model: LoadedModel, version: str = "") -> str:
     """Return the key of cache contents beyond the hashed tokens.
 
@@ -71,7 +50,11 @@ def cache_contents(model: LoadedModel, version: str = "") -> str:
 
 
 class Elastic:
-    """The :class:`preheat.engine.control.Operator` of an engine. ``check`` makes a fresh boot check."""
+    """The :class:`preheat.engine.control.Operator` of an engine.
+
+    ``contents`` are the weights and caches of all ranks, ``transfers`` bring a trainer's tensors to them. ``check``
+    makes a fresh boot check.
+    """
 
     def __init__(
         self,
@@ -80,18 +63,18 @@ class Elastic:
         model: LoadedModel,
         *,
         scheduler: Scheduler,
-        executor: Executor,
+        contents: AllContents,
+        transfers: Transfers,
         check: Callable[[], BootCheck],
         monitor: ColdMonitor,
         contract: Contract,
     ) -> None:
         self._settings, self._backend, self._model = settings, backend, model
-        self._scheduler, self._executor, self._check, self._monitor = scheduler, executor, check, monitor
+        self._scheduler, self._contents, self._check, self._monitor = scheduler, contents, check, monitor
         self._changes = 0  # of the possible contents of the cache
-        self._dropped: dict[str, Dropped | Freed] = {}
         self._lacking = False  # whether weights are missing since they were dropped
         self._digest: str | None = None  # the expected digest of the next check
-        self._transfers = Transfers(settings, backend, model)
+        self._transfers = transfers
         self.audit: Audit | None = None
         self.state = EngineState(digest=monitor.record.proof.digest, contract=contract)
 
@@ -109,7 +92,7 @@ class Elastic:
         self._transfers.gather()
 
     def finish(self, command: Command) -> None:
-        self._replace(command, self._transfers.gathered())
+        self._replace(command, self._transfers.gathered(), held=True)
 
     def update(self, command: Command) -> None:
         """Update the weights. Raises ModelError or InvalidRequest, and the old weights stay."""
@@ -117,41 +100,45 @@ class Elastic:
             self._transfers.check_not_gathering()
             self._replace(command, command.tensors)
         elif (received := self._transfers.received()) is not None:
-            self._replace(command, received)
+            self._replace(command, received, held=True)
 
-    @torch.no_grad()  # not inference mode: its tensors would differ for programs that read them
-    def _replace(self, command: Command, tensors: Mapping[str, torch.Tensor] | None) -> None:
-        """Replace the weights by ``tensors``, or by the files of the command."""
+    def _replace(
+        self, command: Command, tensors: Mapping[str, torch.Tensor] | None, *, held: bool = False
+    ) -> None:  # fmt: skip
+        """Replace the weights by ``tensors``, or by the files of the command; see :class:`NewWeights`."""
         self._check_supported()
-        slept = self._dropped.pop(WEIGHTS, None)
-        if slept is not None:
-            slept.restore()
+        slept = WEIGHTS in self._contents.asleep
+        self._contents.restore(WEIGHTS)
         if self._lacking:
-            reset_state(self._model.weights)
+            self._contents.reset()
         try:
-            self._load(command, tensors)
+            self._load(NewWeights(command.path, command.root, tensors, self._lacking, held))
         except BaseException:
-            if slept is not None:
-                self._drop(WEIGHTS, keep=not self._lacking)
+            if slept:
+                self._contents.drop(WEIGHTS, not self._lacking)
             raise
         finally:
             self._monitor.forget()
-            if self.audit is not None and not self._dropped:
+            if self.audit is not None and not self._contents.asleep:
                 self.audit.retake()
         self._lacking, self._digest = False, None
         self.state.weight_version = command.version or str(self._changes)
         self.state.blocked_reason = ""
         logger.info("The weights now have version %s, digest %s", self.state.weight_version, self.state.digest)
 
-    def _load(self, command: Command, tensors: Mapping[str, torch.Tensor] | None) -> None:
-        with self._backend.uploading() as copy:
-            on_host = self._settings.weights_load_device == HOST and copy
-            source = self._source(command, tensors, copy, bool(on_host))
-            update = Update(self._model, source, self._backend, on_host=on_host, whole=self._lacking)
-        update.swap()
+    def _load(self, new: NewWeights) -> None:
+        try:
+            self._contents.load(new)
+            self._swap()
+        finally:
+            self._contents.release()
+
+    def _swap(self) -> None:
+        """Swap the loaded weights and the old ones; swap them back if the check of a boot fails."""
+        self._contents.swap()
         before, self.state.contract = self.state.contract, self._updated()
         self._forget()
-        if self._dropped:
+        if self._contents.asleep:
             self.state.digest = ""  # computed when the cache is there again
             return
         try:
@@ -159,7 +146,7 @@ class Elastic:
         except EngineDead:
             raise
         except Exception as error:
-            update.swap()
+            self._contents.swap()
             self.state.contract = before
             self._forget()
             self._compute_digest()
@@ -171,15 +158,6 @@ class Elastic:
         """Return the contract of new weights. Their digest is not computed, so they equal no other weights."""
         assert self.state.contract is not None, "an engine has a contract from its boot on"
         return msgspec.structs.replace(self.state.contract, weights=f"update {uuid.uuid4().hex}")
-
-    def _source(
-        self, command: Command, tensors: Mapping[str, torch.Tensor] | None, copy: Callable[..., None], on_host: bool
-    ) -> StoredTensors:
-        read, renames = _plain_copy if on_host else copy, self._model.spec.renames
-        if tensors is not None:
-            return StoredTensors("the tensors", [GivenTensors(tensors)], read, renames)
-        folder, folders = Path(command.path), self._model.spec.folders
-        return SafetensorsFiles(folder, read, renames, below=command.root or None, folders=folders)
 
     def check_sleep(self, level: int) -> None:
         """Raise InvalidRequest, with advice, if the engine cannot sleep at this level."""
@@ -198,10 +176,10 @@ class Elastic:
             self._forget()
             self._digest = self.state.digest or None  # a boot without warm-up has none
         for tag, keep in LEVELS[level].items():
-            self._drop(tag, keep=keep)
+            self._lacking |= tag == WEIGHTS and not keep
+            self._contents.drop(tag, keep)
         logger.info("Asleep at level %d: the process holds %.2f GiB", level, self._backend.used_memory() / 2**30)
 
-    @torch.no_grad()
     def wake(self, tags: list[str]) -> bool:
         """Take memory again. Raises NotInvariant if the digest has changed, and the engine then takes no requests."""
         if unknown := set(tags) - {WEIGHTS, CACHE}:
@@ -210,33 +188,14 @@ class Elastic:
         if self._lacking and CACHE in wanted:
             raise InvalidRequest("sleep level 2 has dropped the weights: send all of them with /update_weights first")
         for tag in wanted:
-            if tag in self._dropped:
-                self._dropped[tag].restore()  # may find no memory: then the tag still sleeps
-                del self._dropped[tag]
-                if tag == CACHE:
-                    self._clear_cache()
-        if self._dropped or self._lacking:
+            self._contents.restore(tag)  # may find no memory: then the tag still sleeps
+        if self._contents.asleep or self._lacking:
             return False
         if self._digest is not None or not self.state.digest:
             self._prove()
         if self.audit is not None:
             self.audit.retake()
         return True
-
-    def _drop(self, tag: str, *, keep: bool) -> None:
-        self._lacking |= tag == WEIGHTS and not keep
-        if (memory := self._backend.sleep_memory()) is not None:
-            self._dropped[tag] = Freed(memory, tag, keep=keep)
-        elif keep:
-            return
-        elif tag == WEIGHTS:
-            self._dropped[tag] = Dropped(tensors_of(self._model.weights))
-        else:
-            self._dropped[tag] = Dropped(cache.data for cache in self._caches)
-
-    def _clear_cache(self) -> None:
-        for cache in self._caches:
-            cache.data.view(torch.uint8).zero_()
 
     def _prove(self) -> None:
         """Check that the digest equals the one before the sleep.
@@ -271,10 +230,6 @@ class Elastic:
         self._scheduler.forget_inputs()
         self.state.digest = self._monitor.record.proof.digest
 
-    @property
-    def _caches(self) -> list[BlockCache]:
-        return [self._executor.cache, *self._executor.other_caches]
-
     def _check_supported(self) -> None:
         """Raise InvalidRequest, with advice, if weights cannot be updated."""
         facts, on = self._backend.facts, traits_of(self._settings) | {"updates"}
@@ -282,7 +237,3 @@ class Elastic:
             check(on, {f"on {facts.name}": facts.lacks})
         except SettingsError as error:
             raise InvalidRequest(error.message) from None
-
-
-def _plain_copy(source: torch.Tensor, out: torch.Tensor) -> None:
-    out.copy_(source)

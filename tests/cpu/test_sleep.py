@@ -171,4 +171,4 @@ def test_wrong_sleeps_and_wake_ups_are_refused(engine):
         engine.wake_up(["graphs"])
     engine.wake_up()
     with pytest.raises(SettingsError, match="enable_sleep_mode"):
-        Settings(enable_sleep_mode=True, tensor_parallel_size=2)
+        Settings(enable_sleep_mode=True, data_parallel_size=2)

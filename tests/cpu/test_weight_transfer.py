@@ -29,8 +29,8 @@ NORM = "model.norm.weight"
 GLOO = {"weight_transfer_config": {"backend": "gloo"}}
 
 
-def train(pipe: Connection, port: int, folder: str) -> None:
-    """Run a trainer on commands: join, send tensors, change tensors, die.
+def train(pipe: Connection, port: int, folder: str, ranks: int) -> None:
+    """Run a trainer of an engine of ``ranks`` on commands: join, send tensors, change tensors, die.
 
     It sends the tensors of the given names from the checkpoint in ``folder``.
     """
@@ -41,7 +41,7 @@ def train(pipe: Connection, port: int, folder: str) -> None:
     while (told := pipe.recv()) is not None:
         match told:
             case "join":
-                group = WeightGroup("127.0.0.1", port, rank=0, world_size=2, timeout=30)
+                group = WeightGroup("127.0.0.1", port, rank=0, world_size=1 + ranks, timeout=30)
             case ("send", names):
                 assert group is not None
                 group.send([(name, tensors[name]) for name in names])
@@ -55,11 +55,12 @@ def train(pipe: Connection, port: int, folder: str) -> None:
 class Trainer:
     """Trainer process with its checkpoint in ``folder``."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, ranks: int = 1) -> None:
+        self.ranks = ranks
         context = multiprocessing.get_context("spawn")
         self.port, (self._pipe, other) = free_port(), context.Pipe()
         self.tensors = load_file(folder / "model.safetensors")
-        self.process = context.Process(target=train, args=(other, self.port, str(folder)), daemon=True)
+        self.process = context.Process(target=train, args=(other, self.port, str(folder), ranks), daemon=True)
         self.process.start()
 
     def tell(self, what: object) -> None:
@@ -72,7 +73,8 @@ class Trainer:
         llm.init_weight_transfer_engine(self.info(timeout=timeout))
 
     def info(self, **more: Any) -> dict[str, Any]:
-        return {"master_address": "127.0.0.1", "master_port": self.port, "rank_offset": 1, "world_size": 2} | more
+        place = {"master_address": "127.0.0.1", "master_port": self.port}
+        return place | {"rank_offset": 1, "world_size": 1 + self.ranks} | more
 
     def announced(self, some: list[str], **changed: Any) -> dict[str, Any]:
         listed = [self.tensors[name] for name in some]

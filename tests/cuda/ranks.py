@@ -139,9 +139,10 @@ def engine(model: str, world: int, adapters: str | None = None, more: dict[str, 
     """Return the digest of an engine on ``world`` GPUs, its answers, and its decoding speed.
 
     ``adapters``: two of the requests have adapters; ``divided``: first matrices are divided in all layers. ``more``
-    are options of the engine.
+    are options of the engine; one with sleep mode, of the bundled model, sleeps and gets its weights again.
     """
     from preheat import LLM, LoRARequest, SamplingParams
+    from preheat.model.files import BUNDLED_PATH
     from preheat.parallel.executor import SharedExecutor
     from preheat.warmup.cold_monitor import ColdMonitor
 
@@ -169,6 +170,14 @@ def engine(model: str, world: int, adapters: str | None = None, more: dict[str, 
     results = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=requests)
     answers = [(r.outputs[0].token_ids, repr(r.outputs[0].logprobs), repr(r.prompt_logprobs)) for r in results]
     stage("answered")
+    if options.get("enable_sleep_mode"):
+        llm.sleep(1)
+        llm.wake_up()
+        llm.update_weights(BUNDLED_PATH)
+        again = llm.generate(PROMPTS, params, use_tqdm=False)
+        assert [a.outputs[0].token_ids for a in again] == [r.outputs[0].token_ids for r in results]
+        assert llm.state.digest == record.proof.digest
+        stage("slept and updated")
     began = time.monotonic()
     own = requests and requests[0]
     llm.generate([PROMPTS[0]], SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False, lora_request=own)

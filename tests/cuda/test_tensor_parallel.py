@@ -84,6 +84,9 @@ CASES = {
         LARGE | {"tp_invariant": False, "kv_cache_dtype": "fp8"},
         only={"pipeline_parallel_size": 2, "tensor_parallel_size": 1},
     ),
+    "sleep": Case(
+        options={"enable_sleep_mode": True, "num_gpu_blocks_override": None, "kv_cache_memory_bytes": 1 << 28}
+    ),
     "drafts": Case(options={"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
     "through NCCL": Case("wide", LARGE, only={"disable_custom_all_reduce": True}),
     "eager": Case(options={"enforce_eager": True}),

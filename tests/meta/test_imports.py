@@ -39,7 +39,7 @@ RULE = {
     " warmup transport",
     "parallel": "plan schedule lora execution model ops backends backends.base backends.cold backends.rendezvous"
     " warmup",
-    "elastic": "schedule model execution backends.base engine warmup verify",
+    "elastic": "schedule model execution backends.base parallel engine warmup verify",
     "boot_values": "plan schedule grammar lora execution model backends.base parallel engine warmup verify",
     "boot_device": "boot_values plan model backends.base parallel",
     "boot_parts": "boot_values plan schedule grammar execution model backends.base parallel elastic",

@@ -27,9 +27,15 @@ A checkpoint may have wider numbers than the model.
 
 
 class Transfers:
-    """Tensors that have arrived for ``model``, and their process group."""
+    """Tensors that have arrived for ``model``, and their process group.
 
-    def __init__(self, settings: Settings, backend: Backend, model: LoadedModel) -> None:
+    This is ``rank`` of the engine's ``world`` ranks.
+    """
+
+    def __init__(
+        self, settings: Settings, backend: Backend, model: LoadedModel, rank: int = 0, world: int = 1
+    ) -> None:  # fmt: skip
+        self._rank, self._world = rank, world
         self._config = transfer_config(settings.weight_transfer_config)
         self._device, self._model = backend.device, model
         self._group: WeightGroup | None = None
@@ -42,8 +48,8 @@ class Transfers:
         It replaces the group before. Raises InvalidRequest.
         """
         backend = backend_of(self._config)
-        group.check()
-        return partial(self._join, group, backend)
+        group.check(self._world)
+        return partial(self.join, group, backend)
 
     def receiving(self, tensors: Sequence[Announced]) -> Callable[[], None]:
         """Return a function that receives ``tensors``, announced in this order. Raises InvalidRequest."""
@@ -52,14 +58,15 @@ class Transfers:
             raise InvalidRequest("there is no group with a trainer: call /init_weight_transfer_engine first")
         total = sum(each.nbytes for each in tensors)
         model = sum(each.numel() * each.element_size() for each in tensors_of(self._model.weights))
+        model = model * self._model.stored.num_params // self._model.spec.num_params
         if total > MOST_TIMES * model:
-            self._leave()
+            self.leave()
             raise InvalidRequest(
                 f"update_info announces {total:,} bytes, and the model has {model:,}: the engine leaves the trainer's "
                 "group",
                 param="update_info",
             )
-        return partial(self._receive, self._group, tensors)
+        return partial(self.receive, tensors)
 
     def received(self) -> dict[str, Tensor] | None:
         """Return the tensors that arrived last; None if they are gathered.
@@ -91,12 +98,13 @@ class Transfers:
         if self._gathered is not None:
             raise InvalidRequest("an update from a trainer has begun: call /finish_weight_update first")
 
-    def _join(self, group: TransferGroup, backend: str) -> None:
+    def join(self, group: TransferGroup, backend: str) -> None:
+        """Join ``group``, in place of the one before. Raises InvalidRequest."""
         self._leave()
         try:
             self._group = WeightGroup(
-                group.master_address, group.master_port, rank=group.rank_offset, world_size=group.world_size,
-                backend=backend, device=self._device, timeout=group.timeout,
+                group.master_address, group.master_port, rank=group.rank_offset + self._rank,
+                world_size=group.world_size, backend=backend, device=self._device, timeout=group.timeout,
             )  # fmt: skip
         except (RuntimeError, ValueError) as error:
             reason = str(error).partition("\n")[0]
@@ -104,15 +112,21 @@ class Transfers:
                 f"no group with a trainer at {group.master_address}:{group.master_port}: {reason}", param="init_info"
             ) from error
 
-    def _receive(self, group: WeightGroup, tensors: Sequence[Announced]) -> None:
+    def receive(self, tensors: Sequence[Announced]) -> None:
+        """Receive ``tensors``. Raises InvalidRequest."""
+        assert self._group is not None, "join comes first"
         try:
-            self._received = group.receive(tensors)
+            self._received = self._group.receive(tensors)
         except (RuntimeError, TimeoutError) as error:
             self._leave()
             raise InvalidRequest(
                 f"the old weights stay, as not all of {len(tensors)} tensors have arrived ({error}); the engine "
                 "leaves the trainer's group: call /init_weight_transfer_engine again"
             ) from error
+
+    def leave(self) -> None:
+        """Leave the group, if there is one."""
+        self._leave()
 
     def _leave(self) -> None:
         group, self._group = self._group, None

@@ -50,7 +50,7 @@ class LoadedModel:
     ``bytes_per_block`` is the size of a block of the KV cache. ``numerics``, plain data, are dtypes and scales of cache
     and linear layers that decide bits, where they are not the model's own. ``adapters`` are the adapter slots of its
     layers; None without. ``formats`` are the formats used for its linear layers. Its cache has ``groups``, and a block
-    is for the layers of one group.
+    is for the layers of one group. Where ``spec`` is a part, ``whole`` is the checkpoint's.
     """
 
     folder: Path
@@ -63,6 +63,12 @@ class LoadedModel:
     adapters: ModelAdapterSlots | None = None
     formats: Mapping[str, LinearFormat] = field(default_factory=lambda: FORMATS)
     groups: tuple[CacheGroup, ...] = WHOLE
+    whole: ModelSpec | None = None
+
+    @property
+    def stored(self) -> ModelSpec:
+        """The spec of all that the checkpoint has."""
+        return self.whole or self.spec
 
     @property
     def outer_linears(self) -> list[object]:
@@ -111,7 +117,9 @@ def load_model(
     kv = identity(spec)
     sizes = bytes_by_scheme(whole, backend.facts, dtype.itemsize)
     numerics = {**quantized.numerics, **_numerics(sizes, scales), **({"kv_cache": kv} if kv else {})}
-    return LoadedModel(folder, spec, dtype, name, weights, bytes_per_block, numerics, adapter_slots, quantized.formats)
+    return LoadedModel(
+        folder, spec, dtype, name, weights, bytes_per_block, numerics, adapter_slots, quantized.formats, whole=whole
+    )
 
 
 def _with_scales(settings: Settings, folder: Path, spec: ModelSpec) -> ModelSpec:

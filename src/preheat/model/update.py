@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base.backend import Backend
+from preheat.backends.base.collective import Collective
 from preheat.backends.base.layers import HasWeights, Layer
 from preheat.errors import ModelError
 from preheat.model.attention_specs import AttentionSpec
@@ -171,14 +172,15 @@ def _mlp(spec: MlpSpec, loaded: Any) -> Iterator[Part]:
 class Update:
     """The tensors of ``source`` for the weights of ``model``, loaded beside them.
 
-    ``whole``: the old weights are gone, so no tensor may be missing. Raises ModelError, naming the tensors, for a
-    tensor that the model does not have or that has another shape. It is also raised for a number that is not finite,
-    and for a part that needs more tensors. Nothing is written then.
+    With a ``collective`` the model is the shard of its rank. ``whole``: the old weights are gone, so no tensor may be
+    missing. Raises ModelError, naming the tensors, for a tensor that the model does not have or that has another shape.
+    It is also raised for a number that is not finite, and for a part that needs more tensors. Nothing is written then.
     """
 
     def __init__(
-        self, model: LoadedModel, source: StoredTensors, backend: Backend, *, on_host: Any = False, whole: bool = False
-    ) -> None:
+        self, model: LoadedModel, source: StoredTensors, backend: Backend, *, on_host: Any = False,
+        whole: bool = False, collective: Collective | None = None,
+    ) -> None:  # fmt: skip
         self._pairs: dict[object, tuple[Tensor, Tensor]] = {}
         given = {name for name in source.shapes if not is_harmless(name, model.spec)}
         _check_known(model, source, given, whole=whole)
@@ -193,7 +195,7 @@ class Update:
                     f"{some(sorted(lacking))} too, as they are one layer"
                 )
             filled = Patched(source, part) if lacking else source
-            loader = WeightLoader(filled, model.dtype, backend, model.formats, from_host=on_host)
+            loader = WeightLoader(filled, model.dtype, backend, model.formats, from_host=on_host, collective=collective)
             self._pair(part.loaded, part.make(loader))
         source.check_finite()
         backend.synchronize()
@@ -243,7 +245,7 @@ class Patched:
 
 def _check_known(model: LoadedModel, source: StoredTensors, given: set[str], *, whole: bool) -> None:
     """Raise ModelError for names or shapes that do not fit the model."""
-    expected = expected_tensors(model.spec, model.formats)
+    expected = expected_tensors(model.stored, model.formats)
     problems = []
     if unknown := sorted(given - expected.keys()):
         problems.append(f"unknown tensors: {some(unknown)}")

@@ -8,7 +8,6 @@ that the leader has forgotten are forgotten by the others with the next message.
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -19,7 +18,6 @@ from preheat.lora.boot import PackedAdapter, adapter_reader
 from preheat.lora.random import RandomSource, random_adapter
 from preheat.model.adapters import ModelAdapterSlots
 from preheat.model.loader import LoadedModel
-from preheat.parallel.channel import wait
 from preheat.parallel.ranks import Ranks
 from preheat.schedule.adapters import Adapter
 
@@ -34,16 +32,16 @@ class SharedReads:
     """Calls ``read`` on all of the ``ranks``."""
 
     def __init__(self, ranks: Ranks, read: Callable[[str, str], PackedAdapter]) -> None:
-        self._ranks, self._read, self._numbers = ranks, read, itertools.count(1)
+        self._ranks, self._read = ranks, read
         self._gone: list[int] = []
 
     def __call__(self, name: str, path: str) -> PackedAdapter:
-        number, gone = next(self._numbers), list[int]()
+        number, gone = next(self._ranks.numbers), list[int]()
         while self._gone:
             gone.append(self._gone.pop())
         self._ranks.tell("read_adapter", number, name, path, gone)
         mine = _outcome(lambda: self._read(name, path))
-        theirs = [self._answer(number, rank) for rank in range(1, self._ranks.world)]
+        theirs = [self._ranks.outcome(number, rank) for rank in range(1, self._ranks.world)]
         try:
             return self._agreed(number, mine, theirs, f"adapter {name!r} in {path}")
         except PreheatError:
@@ -64,12 +62,6 @@ class SharedReads:
         shared = replace(mine, source=number)
         weakref.finalize(shared, self._gone.append, number).atexit = False
         return shared
-
-    def _answer(self, number: int, rank: int) -> str | PreheatError:
-        answers = self._ranks.heard[rank - 1].adapters
-        wait(lambda: number in answers, self._ranks.check)
-        answer: str | WireError = answers.pop(number)
-        return answer.restore() if isinstance(answer, WireError) else answer
 
 
 class RankAdapters:

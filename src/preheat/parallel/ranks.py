@@ -8,6 +8,7 @@ leader ends all. No torch here.
 
 from __future__ import annotations
 
+import itertools
 import logging
 import pickle
 import signal
@@ -28,6 +29,7 @@ from typing import Any, Protocol
 from preheat.backends.base.facts import Mode
 from preheat.backends.rendezvous import Rendezvous
 from preheat.errors import PreheatError, RankDied, WireError
+from preheat.parallel.channel import wait as wait_for
 from preheat.parallel.groups import world_size
 from preheat.parallel.reports import Heard
 from preheat.parallel.sites import Memory, Network, Site
@@ -150,6 +152,7 @@ class Ranks:
         self._door, self._site = launcher.door, _site(launcher, started)
         self._watch = _Watch(self.processes, self.heard, self._site, settings.engine_heartbeat_timeout_s)
         self.check, self.fault = self._watch.check, _no_fault
+        self.numbers = itertools.count(1)  # of what ranks do beside their steps
         self._sender = self._site.sender([each.line for each in started], self.check)
         self.close = weakref.finalize(self, self._watch.leave)
         for each in started:
@@ -200,14 +203,19 @@ class Ranks:
         return self.answers()
 
     def answers(self) -> list[Any]:
-        """Return each rank's next answer. Raises an answered error, and RankDied."""
-        found = []
-        for heard in self.heard:
-            answer = self._answer(heard)
+        """Return each rank's next answer. Raises the first answered error, and RankDied."""
+        found = [self._answer(heard) for heard in self.heard]
+        for answer in found:
             if isinstance(answer, WireError):
                 raise answer.restore()
-            found.append(answer)
         return found
+
+    def outcome(self, number: int, rank: int) -> Any:
+        """Wait for what ``rank`` does beside its steps under ``number``; return the outcome, or the error."""
+        outcomes = self.heard[rank - 1].outcomes
+        wait_for(lambda: number in outcomes, self.check)
+        answer = outcomes.pop(number)
+        return answer.restore() if isinstance(answer, WireError) else answer
 
     def _answer(self, heard: Heard) -> Any:
         while True:

@@ -1,7 +1,7 @@
 """Reports of a rank to the leader.
 
-They go through the connection that every rank has. A rank reports heartbeats, answers, cold events, the outcome of
-reading an adapter, and the reason of a failure. No torch here.
+They go through the connection that every rank has. A rank reports heartbeats, answers, cold events, the outcomes
+of what it does beside its steps, and the reason of a failure. No torch here.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ class Reporter:
         """Report the result of a call, or its WireError."""
         self._tell("answer", answer)
 
-    def adapter(self, number: int, answer: object) -> None:
-        """Report the outcome of the reading with this number."""
-        self._tell("adapter", number, answer)
+    def outcome(self, number: int, answer: object) -> None:
+        """Report the outcome of what the rank does beside its steps under this number."""
+        self._tell("outcome", number, answer)
 
     def cold(self, detail: str) -> None:
         """Report a cold event."""
@@ -52,8 +52,8 @@ class Reporter:
 class Heard:
     """The leader's end: all reports of a rank so far.
 
-    ``heard`` is the time of its last heartbeat, None before the first. ``adapters`` are its answers by the number of
-    the reading.
+    ``heard`` is the time of its last heartbeat, None before the first. ``outcomes`` are those of what it does beside
+    its steps, by number.
     """
 
     def __init__(self, line: Connection) -> None:
@@ -62,11 +62,11 @@ class Heard:
         self.failure = ""
         self.cold_events, self.last_cold_event = 0, ""
         self.answers: SimpleQueue[Any] = SimpleQueue()
-        self.adapters: dict[int, Any] = {}
+        self.outcomes: dict[int, Any] = {}
         self._hear: dict[str, Callable[..., None]] = {
             "beat": self._beat,
             "answer": self.answers.put,
-            "adapter": self.adapters.__setitem__,
+            "outcome": self.outcomes.__setitem__,
             "cold": self._cold,
             "fail": self._fail,
         }

@@ -17,30 +17,38 @@ from preheat.backends.base.facts import Facts, Mode
 from preheat.backends.cold import Counted
 from preheat.backends.rendezvous import OneNode
 from preheat.execution.build import Build, build
+from preheat.execution.contents import Contents
 from preheat.execution.executor import Executor
+from preheat.execution.weight_transfer import Transfers
 from preheat.lora.boot import ReadPacked
+from preheat.model.loader import LoadedModel
 from preheat.model.shard import sums_k_splits
 from preheat.ops.values import k_splits_of
 from preheat.parallel.adapters import SharedReads
+from preheat.parallel.contents import SharedContents
 from preheat.parallel.groups import Groups, has_groups, world_size
 from preheat.parallel.leader import ParallelExecutor, build_parallel
 from preheat.parallel.ranks import Children, Launcher, Ranks
+from preheat.parallel.transfers import SharedTransfers
 from preheat.plan.plan import Plan
 from preheat.settings import Settings
 from preheat.utils.caches import cache_root
+
+AllContents = Contents | SharedContents
 
 
 @dataclass(frozen=True)
 class Share:
     """Rank 0's part of a model.
 
-    ``collective`` exchanges with the other ranks (None: the model is whole). ``build`` builds an engine on all
-    ``ranks``.
+    ``collective`` are the ranks that share its layers (None: layers are whole), and ``everyone`` all ranks. ``build``
+    builds an engine on all ``ranks``.
     """
 
     collective: Collective | None
     ranks: Ranks | None
     build: Build
+    everyone: Collective | None = None
 
     @classmethod
     def open(cls, settings: Settings, backend: Backend, mode: Mode) -> Share:
@@ -59,7 +67,8 @@ class Share:
         ranks.on_end(groups.abort)
         ranks.fault = groups.fault
         shares_draws = groups.everyone if backend.facts.asynchronous else None
-        return cls(groups.collective, ranks, partial(build_parallel, ranks, shares_draws, groups.pipe))
+        made = partial(build_parallel, ranks, shares_draws, groups.pipe)
+        return cls(groups.collective, ranks, made, groups.everyone)
 
     def reading(self, read: ReadPacked) -> ReadPacked:
         """Return ``read`` for all ranks."""
@@ -89,6 +98,18 @@ class Share:
         """
         if isinstance(executor, ParallelExecutor):
             executor.agree(plan)
+
+    def contents(self, settings: Settings, backend: Backend, model: LoadedModel, executor: Executor) -> AllContents:
+        """Return the weights and caches of all ranks."""
+        mine = Contents(settings, backend, model, executor, self.collective)
+        if self.ranks is None or self.everyone is None:
+            return mine
+        return SharedContents(self.ranks, self.everyone, backend.device, mine)
+
+    def transfers(self, settings: Settings, backend: Backend, model: LoadedModel) -> Transfers:
+        """Return the transfers of a trainer's tensors to all ranks."""
+        parts = settings, backend, model
+        return Transfers(*parts) if self.ranks is None else SharedTransfers(self.ranks, *parts)
 
     def cold_sources(self, executor: Executor) -> Mapping[str, Counted]:
         """Return sources of the other ranks' cold events from now on."""

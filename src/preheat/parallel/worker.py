@@ -23,13 +23,17 @@ from preheat.backends.rendezvous import Rendezvous
 from preheat.core import Swaps, Transfer
 from preheat.errors import PreheatError, WireError
 from preheat.execution.build import Assembly, build, linear_rows, select_linear_kernels
+from preheat.execution.contents import Contents
 from preheat.execution.executor import Executor
 from preheat.execution.offload import HostBlocks
 from preheat.execution.silent import SilentSampler
+from preheat.execution.sleep import sleepable_weights
+from preheat.execution.weight_transfer import Transfers
 from preheat.limits import Limits
 from preheat.model.loader import LoadedModel, load_model
 from preheat.parallel.adapters import RankAdapters, Source
 from preheat.parallel.channel import Receiver
+from preheat.parallel.contents import RankContents
 from preheat.parallel.executor import SharedExecutor
 from preheat.parallel.groups import Groups
 from preheat.parallel.leader import LogitDigest, agreed
@@ -37,6 +41,7 @@ from preheat.parallel.ranks import Orders
 from preheat.parallel.reports import Reporter
 from preheat.parallel.sites import Site
 from preheat.parallel.steps import StepMessage, StepReader
+from preheat.parallel.transfers import RankTransfers
 from preheat.parallel.wire import Door
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
@@ -63,10 +68,12 @@ class Worker:
         assert self._backend.sharing is not None  # the leader has checked it
         self._groups = Groups.join(settings, self._backend.sharing, rendezvous, _nothing)
         self._draws = self._groups.everyone if self._backend.facts.asynchronous else None
-        self._model: LoadedModel = load_model(settings, self._backend, self._groups.collective, self._groups.stage)
+        with sleepable_weights(settings, self._backend):
+            self._model: LoadedModel = load_model(settings, self._backend, self._groups.collective, self._groups.stage)
         self._selected_rows: object = None
         self._executor: Executor | None = None
         self._cold: ColdSources | None = None
+        self._changing: tuple[Executor, RankContents] | None = None
 
     @property
     def memory(self) -> int:
@@ -135,6 +142,17 @@ class Worker:
     def fill_block(self, block: int, byte: int) -> None:
         self._run.fill_block(block, byte)
 
+    def transfer(self, number: int, name: str, *args: Any) -> None:
+        self._transfers.begin(number, name, *args)
+
+    def change(self, name: str, *args: Any) -> object:
+        """Change weights or memory; return True, or the error."""
+        try:
+            self._contents.change(name, *args)
+        except PreheatError as error:
+            return WireError.of(error)
+        return True
+
     def keep_blocks(self, places: int) -> None:
         self._host = HostBlocks(self._backend, [self._run.cache], places)
 
@@ -170,7 +188,21 @@ class Worker:
 
     @cached_property
     def _read(self) -> RankAdapters:
-        return RankAdapters(self._model, self._reporter.adapter)
+        return RankAdapters(self._model, self._reporter.outcome)
+
+    @cached_property
+    def _transfers(self) -> RankTransfers:
+        transfers = Transfers(self._settings, self._backend, self._model, rank=self._rank)
+        return RankTransfers(transfers, self._reporter.outcome)
+
+    @property
+    def _contents(self) -> RankContents:
+        if self._changing is None or self._changing[0] is not self._run:
+            collective, everyone = self._groups.collective, self._groups.everyone
+            mine = Contents(self._settings, self._backend, self._model, self._run, collective)
+            assert everyone is not None, "there are several ranks"
+            self._changing = self._run, RankContents(everyone, self._backend.device, mine, self._transfers.take)
+        return self._changing[1]
 
     @property
     def _run(self) -> Executor:

@@ -44,7 +44,10 @@ def transfer_config(given: dict[str, Any] | None) -> TransferConfig | None:
 
 
 class TransferGroup(msgspec.Struct, frozen=True):
-    """The group of a trainer, rank 0, and engines, ``world_size`` in all; this engine is rank ``rank_offset``."""
+    """The group of a trainer, rank 0, and engines, ``world_size`` in all.
+
+    The ranks of this engine are ``rank_offset`` and the next ones.
+    """
 
     master_address: str
     master_port: int
@@ -52,9 +55,15 @@ class TransferGroup(msgspec.Struct, frozen=True):
     world_size: int
     timeout: float = TIMEOUT
 
-    def check(self) -> None:
-        """Raise InvalidRequest if the group has no such rank, or a value is out of range."""
-        for name, low, high in (("master_port", 1, 65535), ("rank_offset", 1, self.world_size - 1)):
+    def check(self, ranks: int = 1) -> None:
+        """Raise InvalidRequest if the group has no room for the engine's ``ranks``, or a value is out of range."""
+        if self.world_size <= ranks:
+            raise InvalidRequest(
+                f"world_size must be above {ranks}, not {self.world_size}: it counts the trainer and each rank of the "
+                "engine",
+                param="world_size",
+            )
+        for name, low, high in (("master_port", 1, 65535), ("rank_offset", 1, self.world_size - ranks)):
             if not low <= getattr(self, name) <= high:
                 raise InvalidRequest(f"{name} must be {low} to {high}, not {getattr(self, name)}", param=name)
         if not 0 < self.timeout <= 3600:
