@@ -179,13 +179,12 @@ def _row(family: Callable[[Config], ModelSpec], names: list[str]) -> str:
     sizes, whole = [_sizes_of(spec) for spec in specs], any(spec.attentions[0].whole_qk_norm for spec in specs)
     assert sizes, f"no checkpoint of {names} is compared with transformers"
     cells = ["<br>".join(f"`{name}`" for name in names), adds, "<br>".join(dict.fromkeys(sizes)), "yes"]
-    cells.append("not yet" if QWEN_VL in names else "yes")
     stacked = GPT_OSS in names
-    shared = not (LLAVA in names or QWEN_VL in names or stacked or whole or states)
     return _line(
         [
             *cells,
-            "yes" if shared else "no",
+            "yes",
+            "whole experts" if stacked else "no" if whole else "yes",
             "mxfp4" if stacked else "not yet" if states else _offered(OPTIONS["quantization"]),
         ]
     )

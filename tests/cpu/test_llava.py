@@ -136,6 +136,16 @@ def test_adapters_beside_images(model, folder, tmp_path):
     assert same([seen(output) for output in mixed], [found[0], plain[1], found[2], plain[3], found[4]]) == [True] * 5
 
 
+def test_two_ranks_see_the_same_images(folder):
+    options = OPTIONS | {"execution_mode": "eager", "num_threads": 1}
+    right = run(LLM(folder, **options, tp_invariant=True))
+    two = LLM(folder, **options, tensor_parallel_size=2)
+    for _ in range(2):
+        assert all(same(run(two), right))
+    assert two.loop.scheduler.stats().prefix_hits > 0
+    two.loop.executor.ranks.close()
+
+
 def test_cached_prefixes_keep_images_apart(llm, together):
     """Cached prefixes keep images apart: the second and third prompt differ only in their last two images."""
     llm.reset_prefix_cache()

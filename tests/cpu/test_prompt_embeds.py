@@ -243,7 +243,6 @@ def test_parameters_that_need_tokens_are_refused(llm, name):
 @pytest.mark.parametrize(
     "options",
     [
-        {"tensor_parallel_size": 2},
         {"speculative_config": {"model": "draft", "num_speculative_tokens": 2}},
         {"runner": "pooling"},
     ],

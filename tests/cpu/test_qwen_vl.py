@@ -26,6 +26,7 @@ from preheat.frontend import image_processes
 from preheat.frontend.image_processes import make_work
 from preheat.model import grid_vision
 from preheat.model.families import read_spec
+from preheat.parallel.steps import StepWriter
 from preheat.plan.step_items import EncoderItem
 from preheat.schedule import slots
 from preheat.settings import Settings
@@ -133,6 +134,28 @@ def test_cached_prefixes_and_other_chunks_change_no_bits(model, llm):
     other = {"max_num_batched_tokens": 9, "num_gpu_blocks_override": 9, "max_model_len": 120}
     small = LLM(str(model[0]), **OPTIONS | other, execution_mode="llvm" if mode else "eager")
     assert all(same(run(small, some), found))
+
+
+def without_images(patch: pytest.MonkeyPatch) -> None:
+    """Plant steps that tell the other ranks of no images."""
+    message = StepWriter.message
+    patch.setattr(StepWriter, "message", lambda self, batch: replace(message(self, batch), encode=None))
+
+
+def test_two_ranks_see_the_same_images(model, monkeypatch):
+    """Two ranks have the bits of one, also behind cached images.
+
+    Control: a rank without the images is seen.
+    """
+    options = OPTIONS | {"execution_mode": "eager", "num_threads": 1}
+    right = run(LLM(str(model[0]), **options, tp_invariant=True))
+    two = LLM(str(model[0]), **options, tensor_parallel_size=2)
+    assert all(same(run(two), right)) and all(same(run(two, PROMPTS[::-1]), right[::-1]))
+    assert two.loop.scheduler.stats().prefix_hits > 0
+    without_images(monkeypatch)
+    two.reset_prefix_cache()
+    assert not all(same(run(two, PROMPTS[:1]), right[:1]))
+    two.loop.executor.ranks.close()
 
 
 def test_a_grid_is_part_of_an_image(llm):

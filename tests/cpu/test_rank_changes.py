@@ -17,6 +17,7 @@ from preheat.model.files import BUNDLED_PATH
 from preheat.parallel.leader import ParallelExecutor
 from preheat.parallel.ranks import Ranks
 from tests.cpu.test_boot_check import SMALL
+from tests.cpu.test_tensor_parallel import record_of
 from tests.cpu.test_weight_transfer import GLOO, Trainer
 from tests.cpu.test_weight_update import tokens
 
@@ -48,11 +49,12 @@ def right(changed: Path) -> tuple[State, State]:
 
 @pytest.fixture
 def boot(two: LLM, right: tuple[State, State]) -> Iterator[State]:
-    """The state at boot, before and after a test."""
+    """The state at boot, before and after a test; no step after a change is cold on any rank."""
     assert state(two) == right[0]
     yield right[0]
     two.update_weights(BUNDLED_PATH)
     assert state(two) == right[0]
+    assert not record_of(two).cold
 
 
 def ranks_of(llm: LLM) -> Ranks:

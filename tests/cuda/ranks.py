@@ -135,6 +135,27 @@ def adapters_of(model: str, folder: Path) -> list[Path]:
     return [write_adapter(folder / str(rank), modules, rank=rank, seed=rank) for rank in (8, 40)]
 
 
+def with_pictures() -> list[Any]:
+    """Return prompts with images of several sizes."""
+    from tests.llava import picture
+    from tests.qwen_vl import IMAGE
+
+    texts = (f"USER: {IMAGE}What is it?", f"{IMAGE} and {IMAGE} hello world")
+    return [
+        {"prompt": texts[0], "multi_modal_data": {"image": [picture(1)]}},
+        {"prompt": texts[1], "multi_modal_data": {"image": [picture(2, 64, 20), picture(1)]}},
+        {"prompt": texts[0], "multi_modal_data": {"image": [picture(3, 9, 40)]}},
+    ]
+
+
+def with_vectors(llm: Any) -> list[Any]:
+    """Return prompts given as embeddings."""
+    import torch
+
+    random, size = torch.Generator().manual_seed(3), llm.loop.executor.decoder.spec.hidden_size
+    return [{"prompt_embeds": torch.randn(len(each), size, generator=random)} for each in PROMPTS]
+
+
 def engine(model: str, world: int, adapters: str | None = None, more: dict[str, Any] | None = None) -> dict[str, Any]:
     """Return the digest of an engine on ``world`` GPUs, its answers, and its decoding speed.
 
@@ -147,7 +168,8 @@ def engine(model: str, world: int, adapters: str | None = None, more: dict[str, 
     from preheat.warmup.cold_monitor import ColdMonitor
 
     options = {**OPTIONS, "tensor_parallel_size": world, "tp_invariant": True, **(more or {})}
-    if model != "bundled":
+    pictures = (Path(model) / "preprocessor_config.json").exists()
+    if model != "bundled" and not pictures:
         options |= {"load_format": "dummy", "skip_tokenizer_init": True}
     requests: list[LoRARequest | None] | None = None
     if adapters is not None:
@@ -162,12 +184,14 @@ def engine(model: str, world: int, adapters: str | None = None, more: dict[str, 
     stage(f"ready after {time.monotonic() - began:.1f} s")
     assert isinstance(llm.loop.listener, ColdMonitor)
     record = llm.loop.listener.record
+    listed = None if options.get("enable_prompt_embeds") else 1
     params = [
-        SamplingParams(temperature=0.0, max_tokens=40, logprobs=3, prompt_logprobs=1, ignore_eos=True),
+        SamplingParams(temperature=0.0, max_tokens=40, logprobs=3, prompt_logprobs=listed, ignore_eos=True),
         SamplingParams(temperature=0.9, seed=3, top_p=0.8, max_tokens=40, presence_penalty=0.5, ignore_eos=True),
         SamplingParams(temperature=0.7, seed=5, top_k=20, max_tokens=40, logprobs=1, ignore_eos=True),
     ]
-    results = llm.generate(PROMPTS, params, use_tqdm=False, lora_request=requests)
+    asked = with_pictures() if pictures else with_vectors(llm) if options.get("enable_prompt_embeds") else PROMPTS
+    results = llm.generate(asked, params, use_tqdm=False, lora_request=requests)
     answers = [(r.outputs[0].token_ids, repr(r.outputs[0].logprobs), repr(r.prompt_logprobs)) for r in results]
     stage("answered")
     if options.get("enable_sleep_mode"):

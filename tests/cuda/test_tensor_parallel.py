@@ -17,6 +17,8 @@ import pytest
 from tests.api.conftest import serving
 from tests.api.test_tensor_parallel import gone, ranks_of, streams
 from tests.cpu.checkpoints import MODELS, SMALL
+from tests.cuda.test_qwen_vl import widen
+from tests.qwen_vl import save_qwen_vl
 from tests.waiting import until
 
 pytestmark = pytest.mark.two_gpus
@@ -87,6 +89,8 @@ CASES = {
     "sleep": Case(
         options={"enable_sleep_mode": True, "num_gpu_blocks_override": None, "kv_cache_memory_bytes": 1 << 28}
     ),
+    "images": Case("images", {"execution_mode": "graphs"}),
+    "embeddings": Case(options={"enable_prompt_embeds": True}),
     "drafts": Case(options={"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
     "through NCCL": Case("wide", LARGE, only={"disable_custom_all_reduce": True}),
     "eager": Case(options={"enforce_eager": True}),
@@ -106,8 +110,22 @@ def run(*arguments: str, gpus: str = "0,1") -> None:
     assert done.returncode == 0, done.stderr.decode()[-6000:]
 
 
+def written(model: str, folder: Path) -> str:
+    """Write ``model`` into ``folder``, without weights unless it sees images; return where it is."""
+    if model == "bundled":
+        return model
+    folder.mkdir()
+    if model == "images":
+        with pytest.MonkeyPatch.context() as patch:
+            widen(patch)
+            save_qwen_vl(folder)
+    else:
+        (folder / "config.json").write_text(json.dumps(config_of(model)))
+    return str(folder)
+
+
 def config_of(model: str) -> dict[str, Any] | None:
-    """Return the configuration of ``model``; None: it is the bundled one."""
+    """Return the configuration of ``model``."""
     if model not in FAMILIES:
         return {"moe": MOE, "wide": WIDE}.get(model)
     import transformers
@@ -120,13 +138,8 @@ def config_of(model: str) -> dict[str, Any] | None:
     return found
 
 
-def engine(case: Case, world: int, folder: Path, at: int = 0) -> dict[str, Any]:
+def engine(case: Case, model: str, world: int, out: Path, at: int = 0) -> dict[str, Any]:
     """Return the answers of the engine of ``case`` on ``world`` GPUs; one GPU is the first or the second, by ``at``."""
-    folder.mkdir(parents=True, exist_ok=True)
-    model, out = case.model, folder / f"{world}.json"
-    if (config := config_of(model)) is not None:
-        (folder / "config.json").write_text(json.dumps(config))
-        model = str(folder)
     options = {**case.options, **(case.only if world > 1 else {})}
     words = ["engine", "--model", model, "--world", str(world), "--out", str(out), "--options", json.dumps(options)]
     words += ["--seconds", "250", *(["--adapters", case.adapters] if case.adapters else [])]
@@ -144,16 +157,15 @@ def engines(
     specs = [item.callspec for item in request.session.items if hasattr(item, "callspec")]
     asked = {name for spec in specs for name in spec.params.values() if isinstance(name, str)}
     cases = {name: case for name, case in CASES.items() if name in asked}
-    for case in cases.values():
-        config_of(case.model)  # transformers imports a family's module once, and not in several threads
+    models = {name: written(case.model, folder / str(at)) for at, (name, case) in enumerate(cases.items())}
     with ThreadPoolExecutor(AT_ONCE[1]) as alone:
         found = {
-            (name, 1): alone.submit(engine, case, 1, folder / str(at), at)
+            (name, 1): alone.submit(engine, case, models[name], 1, folder / f"{at} alone", at)
             for at, (name, case) in enumerate(cases.items())
         }
     with ThreadPoolExecutor(AT_ONCE[2]) as shared:
         for at, (name, case) in enumerate(cases.items()):
-            found[name, 2] = shared.submit(engine, case, 2, folder / str(at))
+            found[name, 2] = shared.submit(engine, case, models[name], 2, folder / f"{at} shared")
         yield found
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -16,7 +16,7 @@ from preheat import __version__
 from preheat.backends.base.backend import Backend
 from preheat.backends.base.collective import Collective
 from preheat.backends.cold import Counted
-from preheat.core import StepResult, Swaps, Transfer
+from preheat.core import Image, StepResult, Swaps, Transfer
 from preheat.errors import PreheatError, RankDied
 from preheat.execution.build import Assembly, build
 from preheat.execution.executor import Executor
@@ -106,6 +106,10 @@ class ParallelExecutor(SharedExecutor):
     def clear_adapter(self, slot: int) -> None:
         with self._together("clear_adapter", slot):
             super().clear_adapter(slot)
+
+    def encode(self, images: Sequence[tuple[int, Image]]) -> None:
+        with self._together("encode", list(images)):
+            super().encode(images)
 
     def swap(self, swaps: Swaps) -> None:
         with self._together("swap", swaps):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from preheat.backends.base.attention import AttentionWork, StepRows
-from preheat.core import Level, Schedule, StepStates
+from preheat.core import Image, Level, Schedule, StepImages, StepStates
 from preheat.execution.buffers import StepBuffers
 from preheat.execution.input_batch import InputBatch, PromptPart
 from preheat.ops.sampling import SamplingInput
@@ -26,7 +26,7 @@ class StepMessage:
     ``words`` are the contents of the ``pieces`` of the buffers; ``tables`` are rows of the block table, for ``slots``.
     ``same_work``: attention's work is the same as in the step before. ``prompt_parts`` are parts of prompts with
     logprobs wanted. ``adapters`` are the adapter slots of rows, ``states`` the state slots that the rows use, if not
-    their own.
+    their own. ``encode`` are the images that the step encodes, each with its place.
     """
 
     rows: tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray, int]
@@ -42,6 +42,7 @@ class StepMessage:
     prompt_parts: list[PromptPart]
     adapters: np.ndarray | None
     states: StepStates | None
+    encode: list[tuple[int, Image]] | None
 
 
 class StepWriter:
@@ -76,6 +77,7 @@ class StepWriter:
             prompt_parts=batch.prompt_parts,
             adapters=batch.adapters,
             states=schedule.states,
+            encode=None if schedule.images is None else schedule.images.encode,
         )
 
 
@@ -88,7 +90,8 @@ class StepReader:
 
     def batch(self, message: StepMessage) -> InputBatch:
         slots, first, extend, num_sampled, num_decode = message.rows
-        schedule = Schedule(slots, first, extend, num_sampled, num_decode)
+        images = None if message.encode is None else StepImages(message.encode, [])
+        schedule = Schedule(slots, first, extend, num_sampled, num_decode, images=images)
         words, tables = self._buffers.take(message.turn), self._tables
         for piece, values in zip(message.pieces, message.words, strict=True):
             words[piece] = values

@@ -20,7 +20,7 @@ from preheat.backends.base.backend import Backend
 from preheat.backends.base.facts import Mode
 from preheat.backends.registry import pick_backend
 from preheat.backends.rendezvous import Rendezvous
-from preheat.core import Swaps, Transfer
+from preheat.core import Image, Swaps, Transfer
 from preheat.errors import PreheatError, WireError
 from preheat.execution.build import Assembly, build, linear_rows, select_linear_kernels
 from preheat.execution.contents import Contents
@@ -136,6 +136,9 @@ class Worker:
     def clear_adapter(self, slot: int) -> None:
         self._run.clear_adapter(slot)
 
+    def encode(self, images: list[tuple[int, Image]]) -> None:
+        self._run.encode(images)
+
     def swap(self, swaps: Swaps) -> None:
         self._run.swap(swaps)
 
@@ -146,11 +149,14 @@ class Worker:
         self._transfers.begin(number, name, *args)
 
     def change(self, name: str, *args: Any) -> object:
-        """Change weights or memory; return True, or the error."""
+        """Change weights or memory; return True, or the error. Cold events meanwhile delay no request."""
         try:
             self._contents.change(name, *args)
         except PreheatError as error:
             return WireError.of(error)
+        finally:
+            if self._cold is not None:
+                self._cold.forget()
         return True
 
     def keep_blocks(self, places: int) -> None:
