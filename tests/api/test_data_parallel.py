@@ -13,6 +13,7 @@ import signal
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,7 @@ from preheat.transport import EngineTransport
 from tests.adapters import write_adapter
 from tests.api.conftest import Server, serving
 from tests.api.scripted import BLOCKS, MAX_MODEL_LEN, ScriptedEngine
+from tests.qwen_vl import save_model_and_tokenizer
 
 COMPLETIONS = "/v1/completions"
 ENGINES = ("0", "1")
@@ -159,6 +161,20 @@ def test_replicas_with_ranks_of_their_own() -> None:
         assert [record["proof"]["parts"]["ranks"] for record in records] == [2, 2]
         answers = [answered(server, "def add(a, b):", **{"X-data-parallel-rank": engine}) for engine in ENGINES]
         assert answers[0] == answers[1]
+
+
+def test_replicas_of_a_model_with_states(tmp_path: Path) -> None:
+    """Each has the answers of one engine, also behind a kept state."""
+    save_model_and_tokenizer(tmp_path, family="Qwen3_5")
+    options = SMALL | {"device": "cpu", "execution_mode": "eager", "max_num_seqs": 4, "block_size": 16}
+    prompts = ("def add(a, b):\n    return a + b\n" * 3, "def add(a, b):\n    return a + b\n" * 3 + "import os")
+    with serving(str(tmp_path), engine=None, **options) as server:
+        alone = [answered(server, prompt) for prompt in prompts]
+    with serving(str(tmp_path), engine=None, data_parallel_size=2, **options) as server:
+        for engine in ENGINES:
+            asked = partial(answered, server, **{"X-data-parallel-rank": engine})
+            assert [asked(prompt) for prompt in prompts] == alone
+        assert all(hits > 0 for hits in found(server))
 
 
 def test_adapters_are_read_by_all(pair: Server) -> None:

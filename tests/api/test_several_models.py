@@ -25,6 +25,7 @@ from preheat.settings import Settings
 from preheat.settings.combinations import traits_of
 from tests.adapters import write_adapter
 from tests.api.conftest import Server, serving, write_model
+from tests.qwen_vl import save_model_and_tokenizer
 
 SMALL: dict[str, Any] = {
     "num_threads": 1, "max_num_seqs": 4, "max_model_len": 512, "max_num_batched_tokens": 64, "boot_check": "off",
@@ -75,6 +76,15 @@ def test_each_has_the_bits_of_a_server_of_its_own(both: Server, adapter: str) ->
     with serving("bundled", engine=None, served_model_name=["embed"], **SMALL, runner="pooling") as alone:
         assert vectors(alone, "embed") == found[2]
     assert found[0] != found[1]
+
+
+def test_a_model_with_states_beside_another(tmp_path: Path) -> None:
+    folder, own = str(tmp_path), SMALL | {"execution_mode": "eager"}
+    save_model_and_tokenizer(tmp_path, family="Qwen3_5")
+    with serving(folder, engine=None, served_model_name=["states"], **own) as alone:
+        right = shown(alone, "states")
+    with serving("bundled", engine=None, models=[f"states={folder}", "chat=bundled"], **own) as server:
+        assert shown(server, "states") == right != shown(server, "chat")
 
 
 def test_a_kind_of_text_is_ignored_without_prompts(both: Server) -> None:

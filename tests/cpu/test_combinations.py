@@ -103,7 +103,7 @@ class Made:
 
     @cache  # noqa: B019 - one object
     def seeing_states(self) -> Path:
-        save_qwen_vl(self.folder / "seeing_states", family="Qwen3_5")
+        save_qwen_vl(self.folder / "seeing_states", family="Qwen3_5Moe")
         add_marks(self.folder / "seeing_states")
         return self.folder / "seeing_states"
 
@@ -144,6 +144,13 @@ class Made:
         return self._beside_text("states", own | sizes | {"num_hidden_layers": 2})
 
     @cache  # noqa: B019 - one object
+    def states_and_experts(self) -> Path:
+        own = json.loads((self.states() / "config.json").read_text())
+        experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
+        more = {"architectures": ["Qwen3_5MoeForCausalLM"], "shared_expert_intermediate_size": 64}
+        return self._beside_text("states_and_experts", own | experts | more)
+
+    @cache  # noqa: B019 - one object
     def latents(self) -> Path:
         """A model whose linear layers divide into groups of scales, and whose heads four ranks can share."""
         own = {"architectures": ["DeepseekV3ForCausalLM"], "num_attention_heads": 4, "num_key_value_heads": 4}
@@ -154,17 +161,20 @@ class Made:
 
     @cache  # noqa: B019 - one object
     def entries(self) -> Path:
-        """A model of two layers, one with a window and one with larger heads, and inputs of each layer."""
+        """A model of two layers with experts, one with a window and one with larger heads, and inputs of each layer."""
         own = {"architectures": ["Gemma4ForCausalLM"], "sliding_window": 24, "global_head_dim": 64,
                "layer_types": ["sliding_attention", "full_attention"], "hidden_size_per_layer_input": 16,
-               "vocab_size_per_layer_input": self.config["vocab_size"]}  # fmt: skip
+               "vocab_size_per_layer_input": self.config["vocab_size"], "enable_moe_block": True,
+               "num_experts": 4, "top_k_experts": 2, "moe_intermediate_size": 64}  # fmt: skip
         return self._beside_text("entries", own)
 
     def model_for(self, names: list[str]) -> Path:
         """Return the folder of a model with the traits of ``names``."""
         special = (kind for kind in ("any_size", "images", "encoder", "latents", "states", "entries") if kind in names)
         kind = next(special, "experts" if "expert_parallel" in names else None)
-        kind = "seeing_states" if {"states", "any_size"} <= {*names} else kind
+        if "states" in names:
+            kind = "seeing_states" if "any_size" in names else kind
+            kind = "states_and_experts" if kind == "states" and "expert_parallel" in names else kind
         return getattr(self, kind)() if kind else self.text
 
     @cache  # noqa: B019 - one object

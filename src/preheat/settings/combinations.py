@@ -186,8 +186,8 @@ _REFUSED: tuple[Refused, ...] = (
             "with Ray an engine has ranks, and ranks do not support this feature"),
     Refused("adapters", "pipeline", "a stage cannot read an adapter's matrices for the layers of other stages"),
     Refused("expert_parallel", "compile lazy llvm", "only eager CPUs and GPUs exchange rows of experts"),
-    Refused("expert_parallel", "pipeline ray entries images any_size", "nobody has tried it"),
-    Refused("expert_parallel", "groups states encoder audit", "ranks do not support the feature"),
+    Refused("expert_parallel", "pipeline ray", "nobody has tried it"),
+    Refused("expert_parallel", "groups encoder audit", "ranks do not support the feature"),
     Refused("prompt_embeds", "images any_size", "both fill positions between a prompt's tokens"),
     Refused("prompt_embeds", "draft_model eagle3 mtp", "the draft would have no tokens to read"),
     Refused("encoder", "tensor_parallel pipeline ray", "an encoder fits one device, and nobody has tried ranks"),
@@ -214,8 +214,8 @@ _REFUSED: tuple[Refused, ...] = (
     Refused("states", "offload", "nobody has shown that a state returns from the host with its blocks"),
     Refused("states", "encoder", "an encoder keeps nothing of a text", yet=False),
     Refused("states", "updates", "an update of weights does not replace the numbers of a recurrence"),
-    Refused("states", "latents groups adapters pooling inc replicas several_models",
-            "nobody has tried layers with states there"),
+    Refused("states", "latents groups inc", "nobody has tried layers with states there"),
+    Refused("states", "adapters", "a checkpoint has the rows of queries and of gates among each other"),
     Refused("states", "compile", "nobody tests compiled regions beside states yet"),
     Refused("states", "llvm", "the compiled layers have no function for a state"),
     Refused("states", "lazy", "Gaudi, the only device with this mode, has no kernel for layers with states"),
@@ -322,7 +322,9 @@ _WORKS: tuple[Works, ...] = (
     _together("eager entries groups pooling w8a8 sleep updates"),
     _together("eager entries draft_model"),
     _together("graphs entries"),
-    _together("tensor_parallel eager entries"),
+    _together("eager states pooling operator sleep"),
+    _together("tensor_parallel expert_parallel eager entries"),
+    _together("tensor_parallel expert_parallel eager images any_size states"),
     _together("compile w8a8 draft_model structured budget beam_search fp8_cache offload events sleep operator updates "
               "receipts audit"),
     _together("compile groups w8a16 text_drafts prompt_embeds"),
@@ -361,7 +363,7 @@ _WORKS: tuple[Works, ...] = (
     _together("tensor_parallel expert_parallel eager prompt_embeds"),
     _together("tensor_parallel eager images structured"),
     _together("tensor_parallel eager images any_size structured"),
-    _together("tensor_parallel eager states text_drafts structured budget beam_search"),
+    _together("tensor_parallel expert_parallel eager states text_drafts structured budget beam_search"),
     _together("pipeline eager w8a8 text_drafts structured budget beam_search events fp8_cache operator sleep"),
     _together("pipeline eager w8a16 prompt_embeds split answer_cache"),
     _together("pipeline eager pooling inc"),
@@ -401,6 +403,7 @@ _WORKS: tuple[Works, ...] = (
     Works(_API + "test_replicas_give_the_bits_of_one_engine", "replicas",
           f"{_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images any_size latents entries "
           "prompt_embeds pooling encoder groups offload split eager compile graphs llvm"),
+    Works(_API + "test_replicas_of_a_model_with_states", "replicas", "states"),
     # A front sees tokens alone, whatever its pods are; its places are the replicas of the table.
     Works("tests/api/test_front.py::test_a_killed_pod_loses_no_stream", "pods", "replicas"),
     Works("tests/api/test_front.py::test_answers_through_a_front_are_the_answers_of_its_pod", "pods",
@@ -414,6 +417,7 @@ _WORKS: tuple[Works, ...] = (
     Works("tests/api/test_several_models.py::test_each_has_the_bits_of_a_server_of_its_own", "several_models",
           f"adapters {_FORMATS} inc fp8_cache {_DRAFTS} structured budget beam_search images any_size latents entries "
           "prompt_embeds pooling encoder groups offload split eager compile graphs llvm"),
+    Works("tests/api/test_several_models.py::test_a_model_with_states_beside_another", "several_models", "states"),
     Works("tests/cpu/test_ray_ranks.py::test_actors_give_the_bits_of_one_process", "ray",
           f"tensor_parallel pipeline adapters {_FORMATS} inc fp8_cache text_drafts structured budget beam_search "
           "prompt_embeds pooling latents operator events split eager lazy graphs"),
