@@ -68,7 +68,7 @@ class SharedContents:
         self._mine.load(new)
 
     def _on_all(self, own: Callable[[], None], name: str, *args: Any) -> None:
-        """Carry out a change on all ranks. Raises the error of the first rank that has one."""
+        """Carry out a change on all ranks, and wait for all. Raises the error of one that has any."""
         self._ranks.tell("change", name, *args)
         failed = None
         try:
