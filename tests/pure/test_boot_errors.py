@@ -39,7 +39,7 @@ def test_the_architecture_is_judged_before_the_tokenizer(tmp_path):
     """The architecture is judged before the tokenizer, so that an unread tokenizer is not given as the reason."""
     (tmp_path / "config.json").write_text('{"architectures": ["RwkvForCausalLM"]}')
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match="architecture RwkvForCausalLM is not supported: it needs layers that keep a"):
+    with pytest.raises(ModelError, match="architecture RwkvForCausalLM is not supported: it needs layers with a state"):
         boot_front(Settings(model=str(tmp_path)), lambda _: None)
     (tmp_path / "config.json").write_text('{"architectures": ["LlamaForCausalLM"]}')
     with pytest.raises(ModelError, match=r"tokenizer\.json"):

@@ -12,7 +12,7 @@ from preheat.utils.encoders import ENCODERS
 _ENCODER = "attention that looks ahead (an encoder)"
 _HEAD = "a head that is not read: an encoder makes embeddings, scores and classes"
 _CROSS = "an encoder, and attention to its output"
-_STATES = "layers that keep a state in place of keys and values (state-space or linear attention)"
+_STATES = "layers with a state of another recurrence than the gated delta rule (state-space or linear attention)"
 _LATENT = "keys and values compressed to a latent vector (MLA), in another form than DeepSeek's"
 _SPARSE = "attention to keys that an indexer chooses"
 _SINKS = "attention with a sink for each head"
@@ -39,7 +39,7 @@ NEEDS: Mapping[str, str] = {
     "BailingHybrid": _STATES, "Bamba": _STATES, "FalconH1": _STATES, "FalconMamba": _STATES,
     "GraniteMoeHybrid": _STATES, "Jamba": _STATES, "KimiLinear": _STATES, "Lfm": _STATES, "Mamba": _STATES,
     "MiniMaxFor": _STATES, "MiniMaxM1": _STATES, "MiniMaxText": _STATES, "Nemotron_H": _STATES, "NemotronH": _STATES,
-    "OlmoHybrid": _STATES, "Plamo2": _STATES, "Qwen4Exp": _STATES,
+    "OlmoHybrid": "states with heads of any size, and with betas up to 2", "Plamo2": _STATES, "Qwen4Exp": _STATES,
     "RecurrentGemma": _STATES, "Rwkv": _STATES, "RWKV": _STATES, "Zamba": _STATES, "Zaya": _STATES, "xLSTM": _STATES,
     "Inkling": _STATES,
     "AXK1": _LATENT, "AXK2": _SPARSE, "Deepseek": _LATENT, "DeepseekV32": _SPARSE, "DeepseekV4": _SPARSE,
