@@ -99,6 +99,18 @@ SHAPES: dict[str, dict[str, Any]] = {
         "bos_token_id": 151643,
         "eos_token_id": 151645,
     },
+    "qwen3.5-0.8b": {
+        "architectures": ["Qwen3_5ForCausalLM"],
+        "model_type": "qwen3_5_text",
+        "hidden_size": 1024,
+        "intermediate_size": 3584,
+        "num_hidden_layers": 24,
+        **HYBRID,
+        "linear_num_value_heads": 16,
+        "num_attention_heads": 8,
+        "tie_word_embeddings": True,
+        "vocab_size": 248320,
+    },
     "qwen3.5-35b-a3b": {
         "architectures": ["Qwen3_5MoeForCausalLM"],
         "model_type": "qwen3_5_moe_text",

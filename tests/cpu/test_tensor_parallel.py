@@ -28,7 +28,7 @@ from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.collective import PLACE_BYTES
 from preheat.backends.cpu.sharing import CpuSharing
 from preheat.backends.rendezvous import OneNode
-from preheat.errors import RankDied, SettingsError
+from preheat.errors import ModelError, RankDied, SettingsError, WireError
 from preheat.model import shard as shards
 from preheat.model import sources
 from preheat.model.decoder import Decoder
@@ -41,7 +41,8 @@ from preheat.model.shard import shard
 from preheat.ops.matmul import tree_sum
 from preheat.parallel import channel
 from preheat.parallel.channel import RingReceiver, RingSender
-from preheat.parallel.reports import Reporter
+from preheat.parallel.ranks import Ranks
+from preheat.parallel.reports import Heard, Reporter
 from preheat.parallel.share import for_ranks
 from preheat.settings import Settings
 from preheat.warmup.record import Record
@@ -282,6 +283,19 @@ def test_messages_arrive_whole_and_in_order(tmp_path):
         for message in sent:
             sender.send(message)
         assert all(answer.result(20) for answer in answers)
+
+
+def test_an_error_of_one_rank_leaves_no_answer_behind():
+    """The next call gets its own answers, not those that came after an error."""
+    ranks = object.__new__(Ranks)
+    ranks.heard, ranks.check = [Heard(Pipe()[0]) for _ in range(3)], lambda: None
+    for heard, answer in zip(ranks.heard, (WireError.of(ModelError("no room")), 1, 2), strict=True):
+        heard.answers.put(answer)
+    with pytest.raises(ModelError, match="no room"):
+        ranks.answers()
+    for heard in ranks.heard:
+        heard.answers.put("next")
+    assert ranks.answers() == ["next"] * 3
 
 
 def test_a_wait_ends_with_the_engine(tmp_path):
