@@ -17,7 +17,7 @@ from preheat.errors import PreheatError
 from preheat.execution.executor import Executor
 from preheat.execution.kv_cache import BlockCache
 from preheat.execution.sleep import CACHE, WEIGHTS
-from preheat.model.loader import LoadedModel
+from preheat.model.loader import LoadedModel, plain_copy
 from preheat.model.residence import Dropped
 from preheat.model.sources import GivenTensors, SafetensorsFiles, StoredTensors
 from preheat.model.update import Update, reset_state, tensors_of
@@ -111,7 +111,7 @@ class Contents:
         """Load ``new`` beside the old weights. Raises ModelError, and nothing is written then."""
         with self._backend.uploading() as copy:
             on_host = self._on_host and copy
-            source = self._source(new, _plain_copy if on_host else copy)
+            source = self._source(new, plain_copy if on_host else copy)
             self._update = Update(
                 self._model, source, self._backend, on_host=on_host, whole=new.whole, collective=self._collective
             )
@@ -136,7 +136,3 @@ class Contents:
     @property
     def _caches(self) -> list[BlockCache]:
         return [self._executor.cache, *self._executor.other_caches]
-
-
-def _plain_copy(source: Tensor, out: Tensor) -> None:
-    out.copy_(source)

@@ -94,7 +94,7 @@ def load_model(
         logger.info("%s", remark)
     dtype: torch.dtype = getattr(torch, name)
     if spec.tied and settings.load_format != "dummy":
-        spec = with_stored_head(spec, SafetensorsFiles(folder, _plain_copy, spec.renames), dtype)
+        spec = with_stored_head(spec, SafetensorsFiles(folder, plain_copy, spec.renames), dtype)
     spec, quantized = quantize(settings, with_kv_dtype(spec, settings.kv_cache_dtype, name), backend.facts)
     if settings.kv_cache_dtype != "fp8_inc":
         spec = _with_scales(settings, folder, spec)
@@ -126,7 +126,7 @@ def _with_scales(settings: Settings, folder: Path, spec: ModelSpec) -> ModelSpec
     """Return ``spec`` with the checkpoint's scales of the KV cache."""
     if settings.load_format == "dummy":
         return resolve_scales(spec, (), lambda _: 1.0)
-    files = SafetensorsFiles(folder, _plain_copy, spec.renames)
+    files = SafetensorsFiles(folder, plain_copy, spec.renames)
 
     def read(name: str) -> float:
         if prod(files.shapes[name]) != 1:
@@ -219,7 +219,7 @@ def load_weights(
     if collective is not None:
         mine = shard(mine, collective.rank, collective.world)
     if how.load_format == "dummy":
-        source, from_host = DummyTensors(how.seed), how.on_host and _plain_copy
+        source, from_host = DummyTensors(how.seed), how.on_host and plain_copy
         return WeightLoader(
             source, dtype, backend, formats, from_host=from_host, collective=collective, adapter_slots=adapter_slots
         ).model(mine)
@@ -227,7 +227,7 @@ def load_weights(
         message = f"load format {how.load_format!r} is not supported; use auto, safetensors or dummy"
         raise ModelError(message, param="load_format")
     with backend.uploading() as upload:
-        copy = _plain_copy if how.on_host else upload
+        copy = plain_copy if how.on_host else upload
         files = SafetensorsFiles(directory, copy, spec.renames, folders=spec.folders, read=how.read, task=spec.task)
         check_tensors(spec, files.shapes, formats)
         weights = WeightLoader(
@@ -245,5 +245,6 @@ def load_weights(
         return weights
 
 
-def _plain_copy(source: Tensor, out: Tensor) -> None:
+def plain_copy(source: Tensor, out: Tensor) -> None:
+    """Copy a stored tensor to its destination, on the host or to a device."""
     out.copy_(source)

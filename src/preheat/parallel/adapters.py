@@ -19,6 +19,7 @@ from preheat.lora.random import RandomSource, random_adapter
 from preheat.model.adapters import ModelAdapterSlots
 from preheat.model.loader import LoadedModel
 from preheat.parallel.ranks import Ranks
+from preheat.parallel.reports import outcome_of
 from preheat.schedule.adapters import Adapter
 
 Source = int | RandomSource
@@ -40,7 +41,7 @@ class SharedReads:
         while self._gone:
             gone.append(self._gone.pop())
         self._ranks.tell("read_adapter", number, name, path, gone)
-        mine = _outcome(lambda: self._read(name, path))
+        mine = outcome_of(lambda: self._read(name, path))
         theirs = [self._ranks.outcome(number, rank) for rank in range(1, self._ranks.world)]
         try:
             return self._agreed(number, mine, theirs, f"adapter {name!r} in {path}")
@@ -92,15 +93,6 @@ class RankAdapters:
         return found
 
     def _answer(self, number: int, name: str, path: str) -> PackedAdapter | PreheatError:
-        found = _outcome(lambda: self._read(name, path))
+        found = outcome_of(lambda: self._read(name, path))
         self._report(number, WireError.of(found) if isinstance(found, PreheatError) else found.digest)
         return found
-
-
-def _outcome(read: Callable[[], PackedAdapter]) -> PackedAdapter | PreheatError:
-    try:
-        return read()
-    except PreheatError as error:
-        return error
-    except Exception as error:
-        return PreheatError(f"{type(error).__name__}: {error}")

@@ -13,7 +13,21 @@ import time
 from collections.abc import Callable
 from multiprocessing.connection import Connection
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
+
+from preheat.errors import PreheatError
+
+T = TypeVar("T")
+
+
+def outcome_of(run: Callable[[], T]) -> T | PreheatError:
+    """Return the result of ``run``, or its error as a PreheatError."""
+    try:
+        return run()
+    except PreheatError as error:
+        return error
+    except Exception as error:
+        return PreheatError(f"{type(error).__name__}: {error}")
 
 
 class Reporter:

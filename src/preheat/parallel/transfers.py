@@ -16,6 +16,7 @@ from preheat.errors import PreheatError, WireError
 from preheat.execution.weight_transfer import Transfers
 from preheat.model.loader import LoadedModel
 from preheat.parallel.ranks import Ranks
+from preheat.parallel.reports import outcome_of
 from preheat.settings import Settings
 from preheat.utils.weight_transfer import Announced, TransferGroup
 
@@ -41,7 +42,7 @@ class SharedTransfers(Transfers):
         """Carry out a transfer on all ranks. If one fails, all leave the group, and its error is raised."""
         number = next(self._ranks.numbers)
         self._ranks.tell("transfer", number, name, *args)
-        mine = _outcome(own)
+        mine = outcome_of(own)
         theirs = [self._ranks.outcome(number, rank) for rank in range(1, self._ranks.world)]
         for failed in (mine, *theirs):
             if isinstance(failed, PreheatError):
@@ -67,18 +68,8 @@ class RankTransfers:
         return {name: held[name] for name in names}
 
     def _run(self, number: int, name: str, *args: Any) -> None:
-        found = _outcome(lambda: getattr(self._transfers, name)(*args))
+        found = outcome_of(lambda: getattr(self._transfers, name)(*args))
         if name == "receive" and found is None:
             self._held |= self._transfers.received() or {}
         if name != "leave":
             self._report(number, WireError.of(found) if found is not None else True)
-
-
-def _outcome(run: Callable[[], None]) -> PreheatError | None:
-    try:
-        run()
-    except PreheatError as error:
-        return error
-    except Exception as error:
-        return PreheatError(f"{type(error).__name__}: {error}")
-    return None

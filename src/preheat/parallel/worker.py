@@ -73,7 +73,6 @@ class Worker:
         self._selected_rows: object = None
         self._executor: Executor | None = None
         self._cold: ColdSources | None = None
-        self._changing: tuple[Executor, RankContents] | None = None
 
     @property
     def memory(self) -> int:
@@ -100,6 +99,9 @@ class Worker:
             executor=partial(SharedExecutor, self._draws, self._groups.pipe),
         )  # fmt: skip
         self._reader, self._seen = StepReader(self._executor.buffers, slots), LogitDigest()
+        mine = Contents(self._settings, self._backend, self._model, self._executor, self._groups.collective)
+        assert self._groups.everyone is not None, "there are several ranks"
+        self._contents = RankContents(self._groups.everyone, self._backend.device, mine, self._transfers.take)
         return True
 
     def launch(self, message: StepMessage) -> None:
@@ -200,15 +202,6 @@ class Worker:
     def _transfers(self) -> RankTransfers:
         transfers = Transfers(self._settings, self._backend, self._model, rank=self._rank)
         return RankTransfers(transfers, self._reporter.outcome)
-
-    @property
-    def _contents(self) -> RankContents:
-        if self._changing is None or self._changing[0] is not self._run:
-            collective, everyone = self._groups.collective, self._groups.everyone
-            mine = Contents(self._settings, self._backend, self._model, self._run, collective)
-            assert everyone is not None, "there are several ranks"
-            self._changing = self._run, RankContents(everyone, self._backend.device, mine, self._transfers.take)
-        return self._changing[1]
 
     @property
     def _run(self) -> Executor:
