@@ -3,17 +3,20 @@
     python -m benchmarks collective [--world 2] [--output FOLDER]
 
 Partials are fp32 [rows, 4096]; calls run in a graph. Both of our sums have a stated order: over peer memory, and with
-`--disable-custom-all-reduce` gathered by NCCL, then added. NCCL and torch add in their own order.
+`--disable-custom-all-reduce` gathered by NCCL, then added. NCCL and torch add in their own order. Of many
+rows, sums are copied to the rank that adds them while others are computed; "landed" is the time of what is left to do.
 The machine needs ``--world`` GPUs.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import tempfile
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
@@ -22,12 +25,17 @@ from torch.multiprocessing.spawn import spawn
 from benchmarks.common.report import RESULTS, parser, save
 from preheat.backends.cuda.early import NO_MULTICAST
 
-ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 2048, 8192)
+if TYPE_CHECKING:
+    from preheat.backends.cuda.collective import RankSums
+
+ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 WIDTH = 4096
 CALLS, REPLAYS = 20, 20
+AT_ONCE = 512
+"""Rows of 4,096 outputs whose tiles keep a Hopper GPU busy once."""
 
 
-NAMES = ("peer memory", "NCCL and tree", "NCCL all_reduce", "NCCL bf16", "torch one-shot")
+NAMES = ("peer memory", "landed", "NCCL and tree", "NCCL all_reduce", "NCCL bf16", "torch one-shot")
 
 
 def microseconds(work: Callable[[], object]) -> float:
@@ -51,6 +59,20 @@ def microseconds(work: Callable[[], object]) -> float:
     end.record()
     end.synchronize()
     return float(begin.elapsed_time(end)) * 1e3 / CALLS / REPLAYS
+
+
+def landed(ranks: RankSums, mine: torch.Tensor) -> float | None:
+    """Return microseconds of the sum of parts that lie where they are added; None for few rows."""
+    from preheat.backends.cuda.peer_landed import add_landed
+
+    rows, size = mine.shape
+    out, found = mine.bfloat16(), ranks.landings(rows, size, AT_ONCE)
+
+    def work() -> None:
+        for landing in found:
+            add_landed(ranks.landed(out.dtype), landing, None, out)
+
+    return microseconds(work) if found else None
 
 
 def measure(rank: int, world: int, folder: str, output: str) -> None:
@@ -82,6 +104,7 @@ def measure(rank: int, world: int, folder: str, output: str) -> None:
         half, there = mine.bfloat16(), room[: rows * WIDTH]
         times = [
             microseconds(partial(ranks.sum, mine, None, torch.bfloat16)),
+            landed(ranks, mine),
             microseconds(partial(nccl.sum, mine, None, torch.bfloat16)),
             microseconds(partial(dist.all_reduce, mine)),
             microseconds(partial(dist.all_reduce, half)),
@@ -89,7 +112,9 @@ def measure(rank: int, world: int, folder: str, output: str) -> None:
         ]
         figures.append({"rows": rows, **dict(zip(NAMES, times, strict=True))})
         if rank == 0:
-            print(f"{rows:6} {rows * WIDTH // 256:8}" + "".join(f"{each:16.1f}" for each in times), flush=True)
+            print(
+                f"{rows:6} {rows * WIDTH // 256:8}" + "".join(f"{each or math.nan:16.1f}" for each in times), flush=True
+            )
     if rank == 0:
         print(save("collective", {"world": world, "microseconds": figures}, Path(output)), flush=True)
     os._exit(0)  # skips the destructors of NCCL: they wait for each other

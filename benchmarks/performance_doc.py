@@ -221,7 +221,8 @@ def collective(name: str, results: Path) -> str:
     lines = [f"\n{found['figures']['world']} GPUs. {_machine(found['machine'])}.\n"]
     rows = [f"{case['rows']:,}" for case in cases]
     lines += [f"\n| rows | {' | '.join(rows)} |\n| --- |{' --- |' * len(rows)}\n"]
-    lines += [f"| {way} | {' | '.join(f'{case[way]:,.1f}' for case in cases)} |\n" for way in cases[0] if way != "rows"]
+    for way in (way for way in cases[0] if way != "rows"):
+        lines.append(f"| {way} | {' | '.join(f'{case[way]:,.1f}' if case[way] else '–' for case in cases)} |\n")
     return "".join(lines) + "\n"
 
 

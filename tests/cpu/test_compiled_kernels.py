@@ -46,6 +46,7 @@ from preheat.backends.cuda.matmul.rules import experts_rule
 from preheat.backends.cuda.norm import _norm
 from preheat.backends.cuda.paged_attention import _decode, _prefill
 from preheat.backends.cuda.peer_kernels import BESIDE, EACH, GATHER, SHARES, exchange
+from preheat.backends.cuda.peer_landed import _add, _add_and_norm
 from preheat.backends.cuda.peer_norm import _sum_and_norm
 from preheat.backends.cuda.quantize import _greatest, _quantize
 from preheat.ops.kinds import Scheme
@@ -453,8 +454,10 @@ class OfRanks(NamedTuple):
 
 
 PEERS = {"parts": OfRanks("*fp32", "*fp32"), "flags": OfRanks("*i64", "*i64"), "results": OfRanks("*bf16", "*bf16")}
+PEERS |= {"landed": OfRanks("*fp32", "*fp32"), "returned": OfRanks("*bf16", "*bf16"), "room": "i32", "share": "i32"}
 PEERS |= {"mine": "*fp32", "epochs": "*i64", "silent": "*i64", "rows": "i32", "patience": "i64"}
-TWO = {"RANK": 1, "WORLD": 2, "STRIDE": 8192, "PROGRAMS": 128}
+LANDED = {"RANK": 1, "WORLD": 2}
+TWO = LANDED | {"STRIDE": 8192, "PROGRAMS": 128}
 
 
 @pytest.mark.parametrize(("size", "warps"), [(1024, 2), (2560, 8), (8192, 16)])
@@ -464,11 +467,22 @@ def test_a_norm_in_the_launch_of_an_exchange_adds_up_its_row_in_the_same_order(s
     row = {"bias": None, "KIND": "rms", "SIZE": size, "WIDTH": triton.next_power_of_2(size)}
     none = dict.fromkeys(("static", "codes", "row_scales", "SCALES"))
     given = {"static": None, "SCALES": "token"} if codes else none
-    found = compiled(_sum_and_norm, warps, 1, PEERS, **row, **given, **TWO, addend=None)
     alone = compiled(_norm, warps, 1, **row, **given)
-    assert sums(found)[:1] == sums(alone)[:1] != []
-    assert found.asm["ptx"].count("fma.rn.f32") == alone.asm["ptx"].count("fma.rn.f32") > 0, "fused in one kernel alone"
-    assert "ld.local" not in found.asm["ptx"]
+    found = compiled(_sum_and_norm, warps, 1, {**PEERS, "share": "fp32"}, **row, **given, **TWO, addend=None)
+    landed = compiled(_add_and_norm, warps, 1, {**PEERS, "part": "fp32"}, **row, **given, **LANDED, addend=None)
+    fused = alone.asm["ptx"].count("fma.rn.f32")
+    for each, times in ((found, 1), (landed, 2)):  # rows of this rank, and rows of the other one
+        assert sums(each)[:1] == sums(alone)[:1] != []
+        assert each.asm["ptx"].count("fma.rn.f32") == times * fused > 0, "fused in one kernel alone"
+        assert "ld.local" not in each.asm["ptx"]
+
+
+def test_landed_sums_are_sent_in_words_of_sixteen_bytes():
+    """Flags are raised behind all writes, and read before all reads, as the other GPU sees them."""
+    kinds = PEERS | {"out": "*bf16"} | dict.fromkeys(("size", "outputs"), "i32")
+    found = compiled(_add, 8, 1, kinds, **LANDED, bias=None, BLOCK=4096).asm["ptx"]
+    assert found.count("st.global.v4.b32") >= 4 and found.count("atom.global.sys.release.max.s64") >= 2
+    assert "sys.acquire" in found and "multimem" not in found
 
 
 @pytest.mark.parametrize("form", [EACH, SHARES, GATHER, BESIDE])

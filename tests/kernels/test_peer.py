@@ -5,6 +5,8 @@ from __future__ import annotations
 import multiprocessing
 import time
 from collections.abc import Callable
+from dataclasses import astuple
+from itertools import product
 from threading import Timer
 from types import SimpleNamespace
 from typing import Any
@@ -14,17 +16,19 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base.layers import LayerContext
-from preheat.backends.cuda.collective import RankSums, Room
-from preheat.backends.cuda.norm import CudaNorm
+from preheat.backends.cuda.collective import RankSums, Room, landings
+from preheat.backends.cuda.matmul import layer as matmul_layer
+from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
 from preheat.backends.cuda.peer import Launch, Peers, flags, run, slots
 from preheat.backends.cuda.peer_kernels import EACH, GATHER, GONE, SHARES
+from preheat.backends.cuda.peer_landed import add_landed
 from preheat.backends.cuda.peer_norm import sum_and_norm
 from preheat.ops.matmul import tree_sum
 from preheat.ops.proof import noise
 from tests import layers
 from tests.kernels.backend import InterpretedCuda
 
-PROGRAMS, STRIDE = 3, 16
+PROGRAMS, STRIDE, LANDED = 3, 16, 96
 FORMS = {"each": EACH.value, "shares": SHARES.value, "gather": GATHER.value}
 
 Step = tuple[str, int, int, int]
@@ -41,10 +45,14 @@ def rooms(world: int, patience: int = 10**9, first: int = 0, stride: int = STRID
     parts = tuple(shared(size) for _ in range(world))
     results = tuple(shared(size) for _ in range(world))
     raised = tuple(shared(count, torch.int64).fill_(first) for _ in range(world))
+    landed, returned = (tuple(shared(world * LANDED).view(world, -1) for _ in range(world)) for _ in range(2))
     return [
-        Room(rank, parts, results, raised, shared(PROGRAMS, torch.int64).fill_(first), shared(1, torch.int64), patience)
+        Room(
+            rank, parts, results, raised, shared(PROGRAMS, torch.int64).fill_(first), shared(1, torch.int64), patience,
+            landed, returned,
+        )
         for rank in range(world)
-    ]
+    ]  # fmt: skip
 
 
 def given(step: int, rank: int, size: int) -> Tensor:
@@ -120,6 +128,76 @@ MIXED: list[Step] = [
 def test_every_form_has_the_bits_of_the_tree(world):
     """Forms, sizes and numbers of programs in any order, as graphs that are replayed in turns would have them."""
     assert in_turns(world, MIXED) == [[True] * len(MIXED)] * world
+
+
+ROWS_LANDED = [(16, 8, 6), (5, 3, 2), (16, 8, 6), (7, 7, 1), (20, 2, 3)]
+"""Rows, the most rows of a rank in a landing, and the numbers of a row."""
+
+
+def landed(room: Room, step: int, *, early: bool = False) -> Tensor:
+    """Return the sum of all ranks' numbers of a step, which each rank writes where they are added.
+
+    ``early``: add without the wait for the other ranks.
+    """
+    rows, most, size = ROWS_LANDED[step]
+    mine, out = given(step, room.rank, rows * size).view(rows, size), torch.empty(rows, size, dtype=torch.bfloat16)
+    for landing in landings(rows, most, 1, room.world):
+        for rank in range(room.world):
+            part = landing.of(rank)
+            room.landed[rank][room.rank, : (part.stop - part.start) * size] = mine[part].flatten()
+        if early:
+            room.flags[room.rank].fill_(1 << 40)
+        add_landed(room.as_dtype(torch.bfloat16), landing, None, out, programs=2, block=8)
+    return out
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_landed_sums_have_the_bits_of_the_tree(world):
+    """Between other exchanges, with shares of equal and of other sizes, in one landing and in several."""
+    memory = rooms(world)
+
+    def body(rank: int) -> bool:
+        same = True
+        for step, (rows, _, size) in enumerate(ROWS_LANDED):
+            if rank == step % world:
+                time.sleep(0.01)
+            parts = [given(step, each, rows * size).view(rows, size) for each in range(world)]
+            same &= world > rows or torch.equal(landed(memory[rank], step), tree_sum(parts).bfloat16())
+            same &= torch.equal(exchanged(memory[rank], step, MIXED[step]), wanted(world, step, MIXED[step]))
+        return same
+
+    assert forked(world, body) == [True] * world
+
+
+def test_sums_added_before_they_have_landed_have_other_bits():
+    """The negative control: rank 0 does not wait for the sums of rank 1, which is late."""
+    memory = rooms(2)
+
+    def body(rank: int) -> bool:
+        if rank == 1:
+            time.sleep(0.3)
+        parts = [given(0, each, 96).view(16, 6) for each in range(2)]
+        return torch.equal(landed(memory[rank], 0, early=rank == 0), tree_sum(parts).bfloat16())
+
+    assert not all(forked(2, body))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("at_once", [1, 4, 256])
+@pytest.mark.parametrize("most", [4, 100, 1000])
+def test_each_row_lands_once(world, at_once, most):
+    """Shares are whole numbers of ``at_once`` rows, but for the last one, and no larger than the memory."""
+    for rows in (1, 2, 7, 8, 33, 512, 1000, 1024, 2048):
+        found = landings(rows, most, at_once, world)
+        assert bool(found) == (rows >= at_once * world and most >= at_once)
+        parts = [landing.of(rank) for landing in found for rank in range(world)]
+        assert [row for part in parts for row in range(rows)[part]] == list(range(rows)) or not found
+        assert all(part.stop - part.start <= most for part in parts)
+        assert all((part.stop - part.start) % at_once == 0 for part in parts if 0 < part.stop < rows)
+        for landing, rank in product(found, range(world)):
+            whole, pieces = landing.of(rank), landing.pieces(rank)
+            assert [row for piece in pieces for row in range(rows)[piece]] == list(range(rows)[whole])
+            assert len(pieces) < 3 and all((each.stop - each.start) % at_once == 0 for each in pieces[:-1])
 
 
 NORMED = [(5, "rms", False), (1, "rms", True), (7, "layer", True), (2, "rms_plus_one", False)]
@@ -208,6 +286,35 @@ def test_a_rank_that_adds_its_own_splits_first_keeps_the_bits():
             assert torch.equal(tree_sum(own), whole)
         in_order = torch.stack(parts).cumsum(0)[-1]
         assert splits == 2 or not torch.equal(in_order, whole), "the numbers tell orders apart"
+
+
+def test_a_layer_of_two_ranks_writes_sums_where_they_are_added(monkeypatch):
+    """Seven rows in shares of four and three; the layer's bits are those of one rank, twice."""
+    monkeypatch.setattr(matmul_layer, "rows_at_once", lambda choice, outputs: 2)
+    memory, outputs, inputs = rooms(2), 24, 4 * 32
+    x, weight = noise(7, inputs).bfloat16(), noise(outputs, inputs, seed=1).bfloat16()
+    bias, order = noise(outputs).bfloat16(), layers.splits(4)
+    alone = layers.linear(InterpretedCuda(), weight, bias, order=order, context=LayerContext(RankSums()))(x)
+    norm, residual = CudaNorm(noise(outputs, seed=2).bfloat16(), 1e-5), noise(7, outputs, seed=3).bfloat16()
+    codes = QuantizedInput("token", None, plain=True)
+    right = residual.clone()
+    normed = norm.quantized(alone, right, codes)
+
+    def body(rank: int) -> list[bool]:
+        peers = Peers(SimpleNamespace(rank=rank, world=2), memory[rank])  # type: ignore[arg-type]
+        assert [each.share for each in peers.landings(7, outputs, 2)] == [4]
+        monkeypatch.setattr(peers, "joining", lambda rows, size: None)  # as of many rows
+        mine, part = (each.chunk(2, 1)[rank].contiguous() for each in (x, weight))
+        layer = layers.linear(InterpretedCuda(), part, bias, order=layers.splits(2, rank), context=LayerContext(peers))
+        same = [torch.equal(layer(mine), alone) for _ in range(2)]
+        for how in (None, codes):
+            stream = residual.clone()
+            found = layer.join(mine, norm, stream, how)
+            pairs = [(found, normed.plain)] if how is None else zip(astuple(found), astuple(normed), strict=True)
+            same += [torch.equal(stream, right), *(torch.equal(*pair) for pair in pairs)]
+        return same
+
+    assert forked(2, body) == [[True] * 8] * 2
 
 
 def test_a_layer_of_two_ranks_joins_its_norm():

@@ -123,6 +123,10 @@ class QuantizedRows:
     def __len__(self) -> int:
         return len(self.codes)
 
+    def __getitem__(self, rows: slice) -> QuantizedRows:
+        """Return a view of some ``rows``."""
+        return QuantizedRows(self.codes[rows], self.scales[rows], None if self.plain is None else self.plain[rows])
+
 
 def plain_rows(x: Tensor | QuantizedRows) -> Tensor:
     """Return ``x`` as it was before it was quantized, if it is."""

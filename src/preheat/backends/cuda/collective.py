@@ -7,7 +7,7 @@ algorithm picked for it.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -84,6 +84,8 @@ class Room(NamedTuple):
 
     ``parts`` and ``results`` are slots of 4 bytes a number. ``flags`` and ``epochs`` are int64, and zeros at first.
     ``silent`` int64 [1] is on the host: a program that has given up waiting writes the silent rank there, plus one.
+    ``landed`` fp32 and ``returned`` [ranks, numbers] of every rank are for a :class:`Landing`, or missing. The first
+    ``with_slots`` programs have slots, or all.
     """
 
     rank: int
@@ -93,14 +95,65 @@ class Room(NamedTuple):
     epochs: Tensor
     silent: Tensor
     patience: int = int(PATIENCE_S * 1e9)
+    landed: tuple[Tensor, ...] = ()
+    returned: tuple[Tensor, ...] = ()
+    with_slots: int | None = None
 
     @property
     def world(self) -> int:
         return len(self.parts)
 
+    @property
+    def programs(self) -> int:
+        """Programs that may exchange through slots."""
+        return self.with_slots or len(self.epochs)
+
     def as_dtype(self, dtype: torch.dtype) -> Room:
-        """Return the room with ``results`` of ``dtype``."""
-        return self._replace(results=tuple(each.view(dtype) for each in self.results))
+        """Return the room with ``results`` and ``returned`` of ``dtype``."""
+        results, returned = (tuple(each.view(dtype) for each in of) for of in (self.results, self.returned))
+        return self._replace(results=results, returned=returned)
+
+
+class Landing(NamedTuple):
+    """Rows of a sum over ranks, whose parts are copied into the memory of the rank that adds them.
+
+    They are the rows from ``first`` to ``end``. Rank r adds ``share`` of them from ``first + r * share`` on, at most to
+    ``end``. Tiles of ``at_once`` rows keep a GPU busy once.
+    """
+
+    first: int
+    end: int
+    share: int
+    at_once: int
+
+    def of(self, rank: int) -> slice:
+        """Return the rows that ``rank`` adds."""
+        start = min(self.first + rank * self.share, self.end)
+        return slice(start, min(start + self.share, self.end))
+
+    def pieces(self, rank: int) -> list[slice]:
+        """Return the rows that ``rank`` adds in two pieces, so that one is copied while the other is computed.
+
+        A piece has whole ``at_once`` rows, but for the last one.
+        """
+        rows = self.of(rank)
+        half = triton.cdiv(rows.stop - rows.start, 2 * self.at_once) * self.at_once
+        middle = min(rows.start + half, rows.stop)
+        return [each for each in (slice(rows.start, middle), slice(middle, rows.stop)) if each.start < each.stop]
+
+
+def landings(rows: int, most: int, at_once: int, world: int) -> list[Landing]:
+    """Cut ``rows`` rows so that each of ``world`` ranks adds ``most`` of a landing, or fewer.
+
+    Shares are whole numbers of ``at_once`` rows, but for the last rank's. Return nothing if there is no share for each
+    rank.
+    """
+    each = most // at_once * at_once * world
+    if each == 0 or rows < at_once * world:
+        return []
+    units = triton.cdiv(rows, at_once * triton.cdiv(rows, each))
+    step, share = units * at_once, triton.cdiv(units, world) * at_once
+    return [Landing(first, min(first + step, rows), share, at_once) for first in range(0, rows, step)]
 
 
 class RankSums:
@@ -123,6 +176,24 @@ class RankSums:
     def joining(self, rows: int, size: int) -> Room | None:
         """Return memory by which a sum of ``rows`` rows may be added to the residual and normed in one launch."""
         return None
+
+    def landings(self, rows: int, size: int, at_once: int) -> list[Landing]:
+        """Return how to sum ``rows`` rows of ``size`` numbers, if they are copied while others are computed.
+
+        Return nothing if :meth:`sum` shall do it. See :func:`landings`.
+        """
+        return []
+
+    def places(self, landing: Landing, size: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield rows of ``landing``, and where to write this rank's part of their sums, fp32 [rows, size].
+
+        The part of other ranks' rows is on its way to them when the next rows are asked for.
+        """
+        raise NotImplementedError
+
+    def landed(self, dtype: torch.dtype) -> Room:
+        """Return memory whose sums are added once all copies of this rank have ended; results have ``dtype``."""
+        raise NotImplementedError
 
     def abort(self) -> None:
         """See :class:`preheat.backends.base.collective.Collective`."""

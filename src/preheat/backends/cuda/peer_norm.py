@@ -64,19 +64,21 @@ def sum_and_norm(
 
     The norm has the form of ``how``, the next layer's inputs. At most ``programs`` programs run.
     """
-    (rows, size), count = mine.shape, len(room.epochs)
-    out = torch.empty_like(residual) if how is None or how.plain else None
-    kind, static, codes, scales = None, None, None, None
-    if how is not None:
-        kind, static = how.kind, how.static
-        codes, scales = empty_codes(residual, how.kind)
-    stride = room.parts[0].numel() // (2 * room.world * count)
-    _sum_and_norm[(min(rows, programs or count),)](
-        mine, addend, residual, norm.weight, norm.bias, out, static, codes, scales, room.parts, room.flags, room.epochs,
-        room.silent, rows, room.patience, 1.0 / size, norm.eps, KIND=norm.kind, SCALES=kind, SIZE=size,
-        RANK=room.rank, WORLD=room.world, STRIDE=stride, PROGRAMS=count, **layout(size),
+    (rows, size), to = mine.shape, normed_rows(residual, how)
+    out, codes, scales = (to, None, None) if isinstance(to, Tensor) else (to.plain, to.codes, to.scales)
+    stride = room.parts[0].numel() // (2 * room.world * room.programs)
+    _sum_and_norm[(min(rows, programs or room.programs),)](
+        mine, addend, residual, norm.weight, norm.bias, out, None if how is None else how.static, codes, scales,
+        room.parts, room.flags, room.epochs, room.silent, rows, room.patience, 1.0 / size, norm.eps, KIND=norm.kind,
+        SCALES=None if how is None else how.kind, SIZE=size, RANK=room.rank, WORLD=room.world, STRIDE=stride,
+        PROGRAMS=room.programs, **layout(size),
     )  # fmt: skip
-    if codes is None or scales is None:
-        assert out is not None
-        return out
-    return QuantizedRows(codes, scales, out)
+    return to
+
+
+def normed_rows(residual: Tensor, how: QuantizedInput | None) -> Tensor | QuantizedRows:
+    """Return memory for the norms of the rows of ``residual``, in the form that the next layer reads."""
+    if how is None:
+        return torch.empty_like(residual)
+    codes, scales = empty_codes(residual, how.kind)
+    return QuantizedRows(codes, scales, torch.empty_like(residual) if how.plain else None)

@@ -134,6 +134,16 @@ class Expanded(msgspec.Struct, frozen=True):
 KernelConfig = Tile | Wide | Library | Expanded
 
 
+def rows_at_once(choice: KernelConfig, outputs: int) -> int | None:
+    """Return the rows whose tiles keep all processors of a Hopper GPU busy once, in a layer of ``outputs`` outputs.
+
+    None for cuBLAS: it may choose other sums for other numbers of rows.
+    """
+    if isinstance(choice, Library | Expanded):
+        return None
+    return max(PROCESSORS // -(-outputs // choice.outputs), 1) * choice.rows
+
+
 class ExpertsConfig(NamedTuple):
     """The kernels of both layers of experts.
 

@@ -12,7 +12,7 @@ rows lie ahead of the sums in memory, so one exchange moves both. Every rank exp
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import cast
 
 import torch
@@ -20,17 +20,18 @@ from torch import Tensor
 
 from preheat.backends.base.layers import ALONE, FusedInput, LayerContext, LayerWeights, Norm
 from preheat.backends.cuda.activation import activate, cap, clip, scaled
-from preheat.backends.cuda.collective import RankSums, add_ranks
+from preheat.backends.cuda.collective import Landing, RankSums, add_ranks
 from preheat.backends.cuda.hopper import is_hopper
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.lora import Factors
 from preheat.backends.cuda.lora_blocks import BLOCK, Blocks, CudaAdapterRows
 from preheat.backends.cuda.lora_expand import Expansion, expand
-from preheat.backends.cuda.matmul.config import KernelConfig, LinearShape, shape_of
+from preheat.backends.cuda.matmul.config import KernelConfig, LinearShape, rows_at_once, shape_of
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.weights import DeviceWeight, PlainWeight, Weight, can_be_shuffled
 from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
-from preheat.backends.cuda.peer_norm import sum_and_norm
+from preheat.backends.cuda.peer_landed import add_landed, norm_landed
+from preheat.backends.cuda.peer_norm import normed_rows, sum_and_norm
 from preheat.backends.cuda.quantize import quantize_parts
 from preheat.backends.layer import stored_among
 from preheat.ops.quantization import QuantizedRows, QuantizedWeight, plain_rows
@@ -170,7 +171,7 @@ class Layer:
         """Return the outputs if ranks share the inputs of the layer, equal on all ranks."""
         size = len(x), self.shape.outputs
         if blocks is None and self._ranks.world > 1:
-            return self._ranks.sum(self.partial(x, x.new_empty(size, dtype=torch.float32)), self._bias, x.dtype)
+            return self._exchanged(x)
         if blocks is None:
             return self._sum(x, self._bias, x.new_empty(size))
         slots = cast(Factors, self.slots)
@@ -187,27 +188,58 @@ class Layer:
         y = add_ranks(found[:, first:].unflatten(1, size), self._bias, x.dtype)
         return expand(y, to, slots.bounds)
 
+    def _exchanged(self, x: Tensor) -> Tensor:
+        """Return the sum over ranks."""
+        size = len(x), self.shape.outputs
+        if not (landings := self._landings(len(x))):
+            return self._ranks.sum(self.partial(x, x.new_empty(size, dtype=torch.float32)), self._bias, x.dtype)
+        out = x.new_empty(size)
+        for landing in self._sent(x, landings):
+            add_landed(self._ranks.landed(x.dtype), landing, self._bias, out)
+        return out
+
+    def _landings(self, rows: int) -> list[Landing]:
+        """Return how sums of many rows travel to the rank that adds them while others are computed."""
+        at_once = rows_at_once(self.configs(self.shape, rows), self.shape.outputs)
+        return [] if at_once is None else self._ranks.landings(rows, self.shape.outputs, at_once)
+
+    def _sent(self, x: Tensor, landings: Iterable[Landing]) -> Iterator[Landing]:
+        """Compute and send this rank's sums of each landing, and yield it."""
+        rows, choice = self._quantized(x), self.configs(self.shape, len(x))
+        for landing in landings:
+            for part, sums in self._ranks.places(landing, self.shape.outputs):
+                apply(choice, rows[part], self._weight, None, False, sums)
+            yield landing
+
     def join(self, x: Tensor, norm: Norm, residual: Tensor, how: FusedInput | None) -> Tensor | None:
         """See :data:`preheat.backends.base.layers.Join`; only for a layer of several ranks without rows of adapters."""
-        peers = self._ranks.joining(*residual.shape) if self._split else None
         plain = self._activation is None and self._limit is None and self._factor is None and self._cap is None
-        if peers is None or not plain or (self.slots is not None and self._rows.blocks_for(len(x)) is not None):
+        adapted = self.slots is not None and self._rows.blocks_for(len(x)) is not None
+        if not self._split or not plain or adapted:
             return None
-        mine = self.partial(x, x.new_empty(residual.shape, dtype=torch.float32))
         assert isinstance(norm, CudaNorm) and (how is None or isinstance(how, QuantizedInput))
-        return cast(Tensor, sum_and_norm(peers, mine, self._bias, norm, residual, how))
+        if (peers := self._ranks.joining(*residual.shape)) is not None:
+            mine = self.partial(x, x.new_empty(residual.shape, dtype=torch.float32))
+            return cast(Tensor, sum_and_norm(peers, mine, self._bias, norm, residual, how))
+        if not (landings := self._landings(len(x))):
+            return None
+        to = normed_rows(residual, how)
+        for landing in self._sent(x, landings):
+            norm_landed(self._ranks.landed(x.dtype), landing, self._bias, norm, residual, to, how)
+        return cast(Tensor, to)
 
     def partial(self, x: Tensor, y: Tensor) -> Tensor:
         """Write to ``y`` fp32 [rows, outputs] the sum of this rank's splits, without the bias."""
         return self._sum(x, None, y)
 
     def _sum(self, x: Tensor, bias: Tensor | None, y: Tensor) -> Tensor:
-        rows: Tensor | QuantizedRows = x
+        return apply(self.configs(self.shape, len(x)), self._quantized(x), self._weight, bias, False, y)
+
+    def _quantized(self, x: Tensor) -> Tensor | QuantizedRows:
+        """Quantize rows that lie on several ranks, if one scale is of a whole row."""
         scheme = self.shape.scheme
-        if scheme is not None and scheme.activations == "token" and self._ranks.world > 1:
-            rows = quantize_parts(x, self._ranks)
-        choice = self.configs(self.shape, len(x))
-        return apply(choice, rows, self._weight, bias, False, y)
+        whole = scheme is not None and scheme.activations == "token" and self._ranks.world > 1
+        return quantize_parts(x, self._ranks) if whole else x
 
 
 class Embedding:
