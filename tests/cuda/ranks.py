@@ -69,6 +69,7 @@ def exchange(rank: int, world: int, folder: str) -> None:
     from preheat.backends.base.layers import LayerContext
     from preheat.backends.cuda.backend import CudaBackend
     from preheat.backends.cuda.graph import capture
+    from preheat.backends.cuda.norm import CudaNorm
     from preheat.backends.rendezvous import OneNode
     from preheat.settings import Settings
     from tests import layers
@@ -83,7 +84,9 @@ def exchange(rank: int, world: int, folder: str) -> None:
     assert ranks.gather(mine)[:, 0, 0].tolist() == list(range(1, world + 1))
     alone = backend.sharing.join(OneNode(Path(folder), 0, 1), lambda: None)
     random = torch.Generator(backend.device).manual_seed(1)  # the same on all GPUs
-    for rows, outputs, inputs in [(1, 512, 1024), (64, 4096, 4096), (700, 4096, 4096)]:
+    for rows, outputs, inputs in [
+        (1, 512, 1024), (64, 4096, 4096), (700, 4096, 4096), (1536, 4096, 4096), (2048, 4096, 4096), (6000, 8192, 2048),
+    ]:  # fmt: skip
         x, weight = (
             torch.randn(size, inputs, generator=random, device=backend.device).bfloat16() for size in (rows, outputs)
         )
@@ -95,9 +98,15 @@ def exchange(rank: int, world: int, folder: str) -> None:
             context=LayerContext(ranks),
         )  # fmt: skip
         own = x[:, part].contiguous()
+        assert bool(ranks.landings(rows, outputs, 512)) == (rows >= 1024)
         for _ in range(5):
             assert torch.equal(layer(own), whole), f"{rows} rows of {outputs} x {inputs}"
         stage(f"rank {rank}: {rows} rows of {outputs} x {inputs}, eager")
+        norm, residual = CudaNorm(weight[0, :1].expand(outputs).contiguous(), 1e-5), whole.flip(0)
+        right, stream = residual.clone(), residual.clone()
+        normed, joined = norm.add(whole, right), layer.join(own, norm, stream, None)
+        assert joined is None or (torch.equal(joined, normed) and torch.equal(stream, right)), f"joined, {rows} rows"
+        assert joined is not None or 64 < rows < 1024
         again = list[torch.Tensor]()
         graph = capture(partial(thrice, layer, own, again))
         for _ in range(50):
@@ -191,6 +200,9 @@ def engine(model: str, world: int, adapters: str | None = None, more: dict[str, 
         SamplingParams(temperature=0.7, seed=5, top_k=20, max_tokens=40, logprobs=1, ignore_eos=True),
     ]
     asked = with_pictures() if pictures else with_vectors(llm) if options.get("enable_prompt_embeds") else PROMPTS
+    if options.get("runner") == "pooling":
+        outputs = llm.embed(PROMPTS, use_tqdm=False)
+        return facts_of(record, kind) | {"answers": [each.outputs.embedding for each in outputs]}
     results = llm.generate(asked, params, use_tqdm=False, lora_request=requests)
     answers = [(r.outputs[0].token_ids, repr(r.outputs[0].logprobs), repr(r.prompt_logprobs)) for r in results]
     stage("answered")
@@ -207,9 +219,14 @@ def engine(model: str, world: int, adapters: str | None = None, more: dict[str, 
     llm.generate([PROMPTS[0]], SamplingParams(max_tokens=200, ignore_eos=True), use_tqdm=False, lora_request=own)
     each = (time.monotonic() - began) / 200
     stage(f"{each * 1e3:.3f} ms a token, digest {record.proof.digest}, cold {record.cold}")
+    return facts_of(record, kind) | {"answers": answers, "ms": each * 1e3}
+
+
+def facts_of(record: Any, exchange: str) -> dict[str, Any]:
+    """Return what the ``record`` of a boot proves, and the kind of ``exchange``."""
     return {
         "digest": record.proof.digest, "parts": record.proof.parts, "unproved": record.unproved(), "cold": record.cold,
-        "answers": answers, "ms": each * 1e3, "exchange": kind,
+        "exchange": exchange,
     }  # fmt: skip
 
 

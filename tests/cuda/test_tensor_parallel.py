@@ -46,11 +46,18 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "sinks": {"head_dim": 64, "num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 256},
     "latents": {"head_dim": 16},
     "sizes": {"num_hidden_layers": 5, "global_head_dim": 128, "vocab_size_per_layer_input": 500},
+    "sizes with experts": {"num_hidden_layers": 5, "global_head_dim": 128, "vocab_size_per_layer_input": 500},
     "states": {"layer_types": ["linear_attention", "full_attention"], "linear_key_head_dim": 64},
 }
 """Models of families with layers of their own, with their changes to `MODELS`."""
 
-NAMES = {"sinks": "gpt-oss", "latents": "glm 4.7 flash", "sizes": "gemma 4", "states": "qwen3.5 moe"}
+NAMES = {
+    "sinks": "gpt-oss",
+    "latents": "glm 4.7 flash",
+    "sizes": "gemma 4",
+    "sizes with experts": "gemma 4 with experts",
+    "states": "qwen3.5 moe",
+}
 
 
 class Case(NamedTuple):
@@ -79,7 +86,9 @@ CASES = {
     "sinks dealt": Case("sinks", {"enable_expert_parallel": True}),
     "latents": Case("latents"),
     "sizes": Case("sizes"),
+    "sizes dealt": Case("sizes with experts", {"enable_expert_parallel": True}),
     "states": Case("states"),
+    "states dealt": Case("states", {"enable_expert_parallel": True}),
     "stages": Case(options={"tp_invariant": False}, only={"pipeline_parallel_size": 2, "tensor_parallel_size": 1}),
     "stages, fp8 cache": Case(
         "wide",
@@ -91,6 +100,7 @@ CASES = {
     ),
     "images": Case("images", {"execution_mode": "graphs"}),
     "embeddings": Case(options={"enable_prompt_embeds": True}),
+    "pooling": Case(options={"runner": "pooling"}),
     "drafts": Case(options={"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
     "through NCCL": Case("wide", LARGE, only={"disable_custom_all_reduce": True}),
     "eager": Case(options={"enforce_eager": True}),

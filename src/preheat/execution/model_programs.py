@@ -106,6 +106,7 @@ class ModelPrograms:
                     case "encoder" if self.encoder is not None:
                         self.encoder.compile(program)
             self.sampler.compile(self._logits)
+        self.sampler.last_token.zero_()  # ranks have copied the result of a kernel that was built and did not run
 
     def build_function(self, function: str, layer: int | None) -> str:
         """Compile a function of the backend, unless it is there; see :meth:`LayerFunctions.build`.

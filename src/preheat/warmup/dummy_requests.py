@@ -13,6 +13,7 @@ from contextlib import nullcontext, suppress
 from typing import Any
 
 import msgspec
+from msgspec.structs import replace
 
 from preheat.core import OWN_ID, Delta, Finish, Ready, Request, SamplingParams, Stats, ToEngine, TokenLogprobs
 from preheat.engine.loop import Loop
@@ -68,8 +69,8 @@ LOOP_REQUESTS = (
     DummyRequest(SamplingParams(temperature=1.0, max_tokens=3, seed=1)),
 )
 
-POOLED_REQUESTS = tuple(DummyRequest(params) for params in POOLER_SETTINGS)
-"""The requests of a loop that pools."""
+POOLED_REQUESTS = tuple(DummyRequest(replace(params, max_tokens=1)) for params in POOLER_SETTINGS)
+"""The requests of a loop that pools: they end with their prompt."""
 
 MASKED_REQUEST = DummyRequest(SamplingParams(max_tokens=3, seed=1, structured_outputs=JSON_OBJECT["json_object"]))
 """The request of a loop with grammars."""

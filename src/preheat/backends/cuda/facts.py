@@ -32,11 +32,8 @@ FACTS = Facts(
     ignored=NO_BRIDGE,
     lacks={
         ("expert_parallel", "adapters"): "nobody has written the terms of experts that are dealt to ranks there",
-        **{
-            ("expert_parallel", kind): "no two GPUs have run it" for kind in ("states", "entries", "images", "any_size")
-        },
+        **{("expert_parallel", kind): "no two GPUs have run it" for kind in ("images", "any_size")},
         ("pipeline", "tensor_parallel"): "a GPU is in one group of ranks so far",
-        ("tensor_parallel", "pooling"): "profiling it on two GPUs ended with an illegal access to memory",
         ("states", "pooling"): "no GPU has run it",
         ("audit",): "the digests of the audit are computed on the host",
     },
