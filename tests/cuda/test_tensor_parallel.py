@@ -102,6 +102,10 @@ CASES = {
     "embeddings": Case(options={"enable_prompt_embeds": True}),
     "pooling": Case(options={"runner": "pooling"}),
     "drafts": Case(options={"speculative_config": {"method": "ngram", "num_speculative_tokens": 3}}),
+    "a model drafts": Case(
+        options={"speculative_config": {"method": "draft_model", "model": "bundled", "num_speculative_tokens": 3}}
+    ),
+    "a layer drafts": Case("states", {"speculative_config": {"method": "mtp", "num_speculative_tokens": 2}}),
     "through NCCL": Case("wide", LARGE, only={"disable_custom_all_reduce": True}),
     "eager": Case(options={"enforce_eager": True}),
 }

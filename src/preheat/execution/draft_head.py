@@ -117,6 +117,6 @@ def make_drafter(head: LoadedHead, target: Made, plan: Plan, tokens: int, make: 
     kept = FeatureCache(limits.num_blocks, limits.block_size, head.spec.hidden_size, dtype, backend.device)
     own, runs = make(executor=partial(HeadExecutor, head=head, features=kept, slots=slots, shared=executor.adapters))
     tokens_of, hidden = executor.states.residual.shape
-    executor.features = Features(kept, head.reads, slots, backend, size=(tokens_of, hidden))
+    executor.keep_features(Features(kept, head.reads, slots, backend, size=(tokens_of, hidden)))
     executor.other_caches += [runs.cache, kept]
     return HeadDrafter(tokens, Packer(slots, plan, own.buffers, ahead=1), runs)

@@ -45,6 +45,11 @@ class Features:
         self._states = cache.rows.new_zeros(tokens, len(reads.layers) * hidden)
         self._places = Places(tokens, backend)
 
+    @property
+    def are_hidden_states(self) -> bool:
+        """Whether features are the hidden states of a step, which all ranks compute together."""
+        return self._reads.fc is None
+
     def place(self, turn: int, schedule: Schedule, tokens: int) -> None:
         """Prepare for the next step, ``schedule``.
 
@@ -65,6 +70,20 @@ class Features:
         fc = self._reads.fc
         found = finish() if fc is None else fc(self._states[:tokens])
         self.cache.rows.index_copy_(0, self._places.rows[:tokens], found)
+
+
+class FeaturesElsewhere:
+    """Features that another rank keeps.
+
+    This rank does its part of computing hidden states, since ranks share layers, and drops them.
+    """
+
+    def place(self, turn: int, schedule: Schedule, tokens: int) -> None: ...
+
+    def keep(self, layer: int, residual: Tensor) -> None: ...
+
+    def store(self, tokens: int, finish: Callable[[], Tensor]) -> None:
+        finish()
 
 
 class Places:

@@ -21,7 +21,7 @@ from preheat.backends.base.backend import Backend
 from preheat.backends.base.sampling import Sampler
 from preheat.execution.buffers import StepBuffers
 from preheat.execution.encoder import Encoder
-from preheat.execution.features import Features
+from preheat.execution.features import Features, FeaturesElsewhere
 from preheat.execution.grid_encoder import GridEncoder
 from preheat.execution.inference import in_inference_mode
 from preheat.execution.kv_cache import BlockCache, KVCache
@@ -74,7 +74,7 @@ class ModelPrograms:
         self._parts_of = functools.cache(self._cut)
         self._first_logits = functools.cache(lambda size: self._logits[:size])
         self.other_caches: list[BlockCache] = []  # caches of the same blocks: a draft model's
-        self.features: Features | None = None  # for a head that drafts
+        self.features: Features | FeaturesElsewhere | None = None  # for a head that drafts
         self.forwards = backend.programs(self._forward_part, self.attention)
         self.samples = backend.programs(self._sample)
         self._heads = backend.programs(self._head)  # for prompt logprobs; never captured
@@ -86,6 +86,10 @@ class ModelPrograms:
         They have room for the largest step.
         """
         return Attended(self._attended, self._residual, None if self._inputs is None else self._inputs[:, -1])
+
+    def keep_features(self, features: Features) -> None:
+        """Keep ``features`` of all tokens from now on."""
+        self.features = features
 
     @in_inference_mode
     def compile(self, programs: Iterable[Program[Any]], threads: int) -> None:
@@ -202,7 +206,7 @@ class ModelPrograms:
         normed.copy_(after)
         return Attended(out, residual, last)
 
-    def _store(self, features: Features, states: Attended) -> None:
+    def _store(self, features: Features | FeaturesElsewhere, states: Attended) -> None:
         """Store the ``features`` of a step; its ``states`` stay as they are, for the rows that sample."""
         features.store(len(states.out), lambda: self.decoder.finish(states.map(torch.clone)))
 

@@ -20,5 +20,8 @@ def draft_settings(settings: Settings) -> Settings | None:
         hf_overrides=None,
         enable_lora=False,
         lora_modules=(),
+        tensor_parallel_size=1,
+        pipeline_parallel_size=1,
+        enable_expert_parallel=False,
         **WITHOUT,
     )

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from preheat.backends.base.backend import Backend
-from preheat.backends.base.layers import Norm
+from preheat.backends.base.layers import Linear, Norm
 from preheat.errors import ModelError
 from preheat.model.attention_specs import AttentionSpec
 from preheat.model.config import Config
@@ -26,6 +26,7 @@ from preheat.model.dummy_tensors import DummyTensors
 from preheat.model.families import FAMILIES, without_images
 from preheat.model.files import read_config
 from preheat.model.formats import FORMATS, expected_tensors
+from preheat.model.layers import GatheredHead
 from preheat.model.loader import LoadedModel
 from preheat.model.quantization import quantized
 from preheat.model.reading import Shape
@@ -199,17 +200,24 @@ def load_mtp(settings: Settings, backend: Backend, target: LoadedModel) -> MtpHe
         loader = WeightLoader(files or DummyTensors(settings.seed or 0), target.dtype, backend, target.formats)
         weights = loader.model(spec.own)
         norms = loader.norm(spec.embedding_norm), loader.norm(spec.hidden_norm)
-        fc = loader.linear(spec.fc)
+        fc, head = loader.linear(spec.fc), _whole_head(target, loader)
         if files is not None:
             files.check_finite()
     feature = spec.decoder.hidden_size * backend.activation_dtype(target.dtype).itemsize
     per_token = spec.decoder.kv_bytes_per_token(target.dtype.itemsize) + feature
-    weights = replace(weights, embedding=target.weights.embedding, head=target.weights.head)
+    weights = replace(weights, embedding=target.weights.embedding, head=head)
     return MtpHead(
         target.folder, spec.decoder, target.dtype, target.dtype_name, weights,
         (settings.block_size or backend.facts.block_size) * per_token, formats=FORMATS, fc=fc,
         embedding_norm=norms[0], hidden_norm=norms[1],
     )  # fmt: skip
+
+
+def _whole_head(target: LoadedModel, loader: WeightLoader) -> Linear:
+    """Return the output head of ``target``; where ranks share it, a whole one, because one rank alone drafts."""
+    if not isinstance(target.weights.head, GatheredHead):
+        return target.weights.head
+    return loader.head(target.stored, target.weights.embedding)
 
 
 def _check(spec: MtpSpec, shapes: Mapping[str, Shape]) -> None:

@@ -20,6 +20,7 @@ from preheat.core import Image, StepResult, Swaps, Transfer
 from preheat.errors import PreheatError, RankDied
 from preheat.execution.build import Assembly, build
 from preheat.execution.executor import Executor
+from preheat.execution.features import Features
 from preheat.execution.input_batch import InputBatch, Packer
 from preheat.execution.launched import LaunchedStep
 from preheat.model.decoder import Attended, Tap
@@ -98,6 +99,11 @@ class ParallelExecutor(SharedExecutor):
             logits = super().logits(batch, eager=eager, tap=tap)
         self._seen.add(logits)
         return logits
+
+    def keep_features(self, features: Features) -> None:
+        if features.are_hidden_states:
+            self.ranks.tell("compute_features")
+        super().keep_features(features)
 
     def load_adapters(self, loads: Loads) -> None:
         with self._together("load_adapters", [(slot, adapter.source) for slot, adapter in loads]):

@@ -25,6 +25,7 @@ from preheat.errors import PreheatError, WireError
 from preheat.execution.build import Assembly, build, linear_rows, select_linear_kernels
 from preheat.execution.contents import Contents
 from preheat.execution.executor import Executor
+from preheat.execution.features import FeaturesElsewhere
 from preheat.execution.offload import HostBlocks
 from preheat.execution.silent import SilentSampler
 from preheat.execution.sleep import sleepable_weights
@@ -103,6 +104,9 @@ class Worker:
         assert self._groups.everyone is not None, "there are several ranks"
         self._contents = RankContents(self._groups.everyone, self._backend.device, mine, self._transfers.take)
         return True
+
+    def compute_features(self) -> None:
+        self._run.features = FeaturesElsewhere()
 
     def launch(self, message: StepMessage) -> None:
         self.begin(message)
