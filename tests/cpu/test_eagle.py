@@ -267,7 +267,7 @@ def test_a_head_may_have_embeddings_and_number_its_layer(saved, tmp_path):
 
 @pytest.mark.parametrize(
     ("options", "message"),
-    [({"execution_mode": "compile"}, "mode compile"), ({"tensor_parallel_size": 2}, "tensor_parallel_size")],
+    [({"execution_mode": "compile"}, "mode compile"), ({"pipeline_parallel_size": 2}, "pipeline_parallel_size")],
 )
 def test_options_that_exclude_eagle_are_named(saved, options, message):
     with pytest.raises(SettingsError, match=message):

@@ -78,7 +78,7 @@ def exchange(rank: int, world: int, folder: str) -> None:
     backend.prepare(Settings(device="cuda"), "eager", None)
     assert backend.sharing is not None
     stage(f"rank {rank} on {backend.device}")
-    ranks = backend.sharing.join(OneNode(Path(folder), rank, world), lambda: None)
+    ranks: Any = backend.sharing.join(OneNode(Path(folder), rank, world), lambda: None)
     stage(f"rank {rank} joined: {type(ranks).__name__}")
     mine = torch.full((3, 5), rank + 1, device=backend.device)
     assert ranks.gather(mine)[:, 0, 0].tolist() == list(range(1, world + 1))
@@ -93,7 +93,7 @@ def exchange(rank: int, world: int, folder: str) -> None:
         bias = torch.randn(outputs, generator=random, device=backend.device).bfloat16()
         whole = layers.linear(backend, weight, bias, order=layers.splits(4), context=LayerContext(alone))(x)
         part = slice(rank * inputs // world, (rank + 1) * inputs // world)
-        layer = layers.linear(
+        layer: Any = layers.linear(
             backend, weight[:, part].contiguous(), bias, order=layers.splits(4 // world, rank),
             context=LayerContext(ranks),
         )  # fmt: skip
