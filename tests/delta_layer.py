@@ -14,25 +14,14 @@ from preheat.backends.cuda.delta import CudaRecurrences
 from preheat.backends.cuda.delta_kernels import places
 from preheat.core import StepStates
 from preheat.limits import Limits
-from preheat.ops.delta import DeltaRows, DeltaStates, DeltaWeights, Heads, recur, tree
+from preheat.ops.delta import DeltaRows, DeltaStates, Heads, recur_of, tree
 from preheat.ops.values import Recurrence
+from tests.recurrences import random_weights
 
 Part = tuple[int, int, int, int]
 """A text, a number of its tokens, and the slots to read and to write."""
 
 PADDING = 2
-
-
-def random_weights(value: Recurrence, device: torch.device) -> DeltaWeights:
-    draw = torch.Generator().manual_seed(3)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw).to(device)
-
-    return DeltaWeights(
-        value=value, taps=normal(value.channels, value.taps) * 0.6, rate=-normal(value.value_heads).exp() * 0.5,
-        bias=normal(value.value_heads), norm=1 + 0.1 * normal(value.value_dim), eps=1e-6,
-    )  # fmt: skip
 
 
 class DeltaLayer:
@@ -122,4 +111,5 @@ def step_four(layer: DeltaLayer, patch: Any, cuts: Sequence[int] = ()) -> tuple[
         layer.whole()
     matrix = layer.zeros().matrix.fill_(float("nan"))
     begins = torch.ones(len(layer.lengths), dtype=torch.bool, device=device)
-    return torch.cat(answers), recur(Heads(q, k, v, decay, beta), matrix, layer.rows(), begins), matrix
+    right = recur_of(value)(Heads(q, k, v, decay, beta), matrix, layer.rows(), begins)
+    return torch.cat(answers), right, matrix

@@ -18,25 +18,14 @@ from preheat.backends.cpu.llvm import delta
 from preheat.backends.cpu.llvm.delta import CompiledRecur
 from preheat.ops.delta import DeltaRows, DeltaStates, DeltaWeights, Heads, delta_rule, recur
 from preheat.ops.values import Recurrence
+from tests.recurrences import random_weights
 
 VALUE = Recurrence(key_heads=2, value_heads=6, key_dim=16, value_dim=8, taps=4)
 SLOTS, LENGTHS = 5, (23, 1, 9)
 CPU = torch.device("cpu")
 
 
-def random_weights(value: Recurrence = VALUE) -> DeltaWeights:
-    draw = torch.Generator().manual_seed(3)
-
-    def normal(*shape: int) -> Tensor:
-        return torch.randn(shape, generator=draw)
-
-    return DeltaWeights(
-        value=value, taps=normal(value.channels, value.taps) * 0.6, rate=-normal(value.value_heads).exp() * 0.5,
-        bias=normal(value.value_heads), norm=1 + 0.1 * normal(value.value_dim), eps=1e-6,
-    )  # fmt: skip
-
-
-WEIGHTS = random_weights()
+WEIGHTS = random_weights(VALUE)
 
 
 def random_texts(dtype: torch.dtype = torch.float32) -> list[Tensor]:

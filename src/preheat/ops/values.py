@@ -7,6 +7,7 @@ whether it can run the value, and makes the layer of it. :mod:`preheat.ops.matmu
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -241,12 +242,35 @@ class Latents:
     values: Matmul
 
 
+class StateRule(NamedTuple):
+    """What a recurrence does, see :mod:`preheat.ops.delta`; by default the gated delta rule.
+
+    ``unit``: queries and keys are divided by their lengths. ``delta``: what a state holds is subtracted from the value.
+    ``betas``: a token brings betas; else beta is its step. ``limits``: the least and the greatest step. ``skip``: a
+    multiple of the value is added to the output. ``bias``: the convolution has one. ``gate_first``: the gate comes
+    before the norm. ``normed``: the number of neighboring value heads in one norm.
+    """
+
+    unit: bool = True
+    delta: bool = True
+    betas: bool = True
+    limits: tuple[float, float] = (0.0, math.inf)
+    skip: bool = False
+    bias: bool = False
+    gate_first: bool = False
+    normed: int = 1
+
+
+DELTA = StateRule()
+
+
 @dataclass(frozen=True, kw_only=True)
 class Recurrence:
-    """A gated delta rule with its convolution, see :mod:`preheat.ops.delta`.
+    """A recurrence with its convolution, see :mod:`preheat.ops.delta`.
 
     A sequence has a state in place of keys and values: the last ``taps`` - 1 inputs of the convolution, and a matrix of
-    ``key_dim`` rows and ``value_dim`` columns for each value head. Neighboring value heads share a key head.
+    ``key_dim`` rows and ``value_dim`` columns for each value head. Neighboring value heads share a key head. ``rule``
+    says what happens to the matrix.
     """
 
     key_heads: int
@@ -254,6 +278,7 @@ class Recurrence:
     key_dim: int
     value_dim: int
     taps: int
+    rule: StateRule = DELTA
 
     @property
     def key_size(self) -> int:
@@ -271,9 +296,15 @@ class Recurrence:
         return 2 * self.key_size + self.value_size
 
     @property
+    def parts(self) -> tuple[int, ...]:
+        """Numbers that a token brings: queries, keys, values, gates, betas if the rule has them, and decays."""
+        each = self.key_size, self.key_size, self.value_size, self.value_size
+        return *each, *[self.value_heads] * (1 + self.rule.betas)
+
+    @property
     def inputs(self) -> int:
-        """Numbers that a token brings: the channels, a gate of each value, a beta and a decay of each value head."""
-        return self.channels + self.value_size + 2 * self.value_heads
+        """Numbers that a token brings, all :attr:`parts`."""
+        return sum(self.parts)
 
     def state_bytes(self, itemsize: int) -> int:
         """Return the bytes of a sequence's state, in a model whose dtype has ``itemsize`` bytes."""

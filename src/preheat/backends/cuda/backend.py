@@ -56,7 +56,7 @@ from preheat.backends.cuda.upload import Upload
 from preheat.backends.support import supports
 from preheat.errors import SettingsError
 from preheat.limits import Limits
-from preheat.ops.delta import Recur, recur
+from preheat.ops.delta import Recur, recur_of
 from preheat.ops.kinds import NormKind
 from preheat.ops.values import Experts, Matmul, Ok, Recurrence, Refused, Support, Value, WithoutTerms
 from preheat.settings import Settings
@@ -285,7 +285,7 @@ class CudaBackend:
 
     def recur(self, value: Recurrence) -> Recur:
         """Return the reference, for comparisons: :meth:`recurrences` run the layers."""
-        return recur
+        return recur_of(value)
 
     def recurrences(self, limits: Limits) -> CudaRecurrences:
         return CudaRecurrences(limits, self)

@@ -40,7 +40,7 @@ from preheat.backends.layer import Layer
 from preheat.backends.support import supports
 from preheat.errors import SettingsError
 from preheat.limits import Limits
-from preheat.ops.delta import Recur, recur
+from preheat.ops.delta import Recur, recur_of
 from preheat.ops.digest import row_digests
 from preheat.ops.embedding import embed
 from preheat.ops.gate import gated
@@ -286,7 +286,7 @@ class HpuBackend:
 
     def recur(self, value: Recurrence) -> Recur:
         """Return the reference: :meth:`supports` refuses layers with states, which have no kernel here."""
-        return recur
+        return recur_of(value)
 
     def recurrences(self, limits: Limits) -> None:
         """Return nothing: the facts refuse layers with states."""

@@ -1,4 +1,4 @@
-"""A compiled function of the gated delta rule: step 4 of :mod:`preheat.ops.delta`, with the same bits.
+"""A compiled function of a recurrence: step 4 of :mod:`preheat.ops.delta`, with the same bits.
 
 Columns of a state never meet in this step. So 16 columns of a value head go through all tokens of a row before the next
 16 do, and their part of the state stays in the nearest cache.
@@ -102,22 +102,26 @@ class Rule(Function):
         query, key = (self.at(each, self.mul(shared, value.key_dim)) for each in (q, k))
         factor = self.splat(self.load(decay, own))
 
-        def terms(row: int) -> tuple[Value, Value]:
+        used = (query, key) if value.rule.delta else (query,)
+
+        def terms(row: int) -> list[Value]:
             kept = b.fmul(self.vector(state, row * value.value_dim, mask), factor)
             self.put(kept, state, row * value.value_dim, mask)
-            one, other = (b.fmul(kept, self.splat(self.load(each, row))) for each in (key, query))
-            return one, other
+            return [b.fmul(kept, self.splat(self.load(each, row))) for each in used]
 
-        def total(first: int, size: int) -> tuple[Value, Value]:
+        def total(first: int, size: int) -> list[Value]:
             """Return the sums at place ``first`` where ``size`` numbers are left."""
             if size == value.key_dim:
                 return terms(first)
-            pair = total(first, 2 * size), total(first + size, 2 * size)
-            return b.fadd(pair[0][0], pair[1][0]), b.fadd(pair[0][1], pair[1][1])
+            halves = total(first, 2 * size), total(first + size, 2 * size)
+            return [b.fadd(one, other) for one, other in zip(*halves, strict=True)]
 
-        seen, answer = total(0, 1)
+        answer, *seen = total(0, 1)
         place = self.add(self.mul(own, value.value_dim), column)
-        change = b.fmul(b.fsub(self.vector(v, place, mask), seen), self.splat(self.load(beta, own)))
+        change = self.vector(v, place, mask)
+        for held in seen:
+            change = b.fsub(change, held)
+        change = b.fmul(change, self.splat(self.load(beta, own)))
         for row in range(value.key_dim):
             grown = b.fmul(self.splat(self.load(key, row)), change)
             at = row * value.value_dim
