@@ -115,6 +115,22 @@ STATES: dict[str, Any] = {
     "num_hidden_layers": 4,
     "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
 }
+MAMBA: dict[str, Any] = {
+    "mamba_n_heads": 12,
+    "mamba_d_head": 16,
+    "mamba_d_state": 32,
+    "mamba_chunk_size": 16,
+    "shared_intermediate_size": 56,
+    "num_local_experts": 0,
+    "num_hidden_layers": 4,
+    "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention"],
+    "embedding_multiplier": 12.0,
+    "attention_multiplier": 0.11,
+    "residual_multiplier": 0.22,
+    "logits_scaling": 8.0,
+}
+"""States of Mamba 2, and Granite's factors."""
+
 SHARED = {
     "num_experts": 6,
     "num_experts_per_tok": 2,
@@ -321,6 +337,25 @@ MODELS: dict[str, Model] = {
         },
     ),
     "qwen3.5 moe": ("Qwen3_5Moe", STATES | SHARED),
+    "granite 4 h": ("GraniteMoeHybrid", MAMBA),
+    "granite 4 h with experts": (
+        "GraniteMoeHybrid",
+        MAMBA
+        | {
+            "num_local_experts": 6,
+            "num_experts_per_tok": 3,
+            "intermediate_size": 40,
+            "mamba_n_groups": 2,
+            "mamba_d_head": "auto",
+            "mamba_conv_bias": False,
+            "mamba_proj_bias": True,
+            "mamba_d_conv": 2,
+            "time_step_limit": [0.1, 0.8],
+            "position_embedding_type": "rope",
+            "attention_bias": True,
+            "tie_word_embeddings": True,
+        },
+    ),
     "qwen3 with yarn": ("Qwen3", {"rope_parameters": YARN_ROPE, "head_dim": 64, "attention_bias": True}),
 }
 
@@ -370,7 +405,7 @@ def draw_weights(module: torch.nn.Module, family: str) -> None:
             elif name.endswith("A_log"):  # decays of some tokens to some hundred
                 weight.normal_(mean=-3.0, std=1.5)
             else:
-                around = ("norm" in name and family not in PLUS_ONE) or ".ln_" in name or name.endswith("scale")
+                around = ("norm" in name and family not in PLUS_ONE) or ".ln_" in name or name.endswith(("scale", ".D"))
                 weight.normal_(mean=float(around), std=0.1)
         for name, numbers in module.named_buffers():
             if "correction" in name:

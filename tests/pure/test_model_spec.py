@@ -30,7 +30,7 @@ from preheat.model.files import (
 from preheat.model.formats import expected_tensors
 from preheat.model.kv_spec import KVSpec
 from preheat.model.mlp_specs import STACKED, DenseSpec, ExpertsSpec
-from preheat.model.recurrence_specs import DeltaSpec
+from preheat.model.recurrence_specs import ConvSpec, DeltaSpec
 from preheat.model.spec_tree import Leaf, leaves
 from preheat.model.specs import LayerSpec, ModelSpec, layer_kind
 from preheat.model.tensor_specs import LinearSpec, NormSpec, PatchSpec
@@ -431,7 +431,11 @@ def tensors_of(leaf: Leaf) -> list[str]:
     if isinstance(leaf, ExpertsSpec):
         names = (leaf.gate, leaf.up, leaf.down)
         return [f"{name.format(expert)}.weight" for name in names for expert in range(leaf.num_experts)]
-    kinds = ("weight", "bias") if isinstance(leaf, LinearSpec | NormSpec | PatchSpec) and leaf.bias else ("weight",)
+    kinds = (
+        ("weight", "bias")
+        if isinstance(leaf, ConvSpec | LinearSpec | NormSpec | PatchSpec) and leaf.bias
+        else ("weight",)
+    )
     if isinstance(leaf, NormSpec) and leaf.kind == "identity":
         return []
     names = [name for name, _ in leaf.parts] if isinstance(leaf, LinearSpec) else [leaf.name]
@@ -459,7 +463,9 @@ def config_of(architecture: str, **changes: Any) -> dict[str, Any]:
         config |= {"num_key_value_heads": config["num_attention_heads"], "n_routed_experts": 8, "n_group": 1,
                    "first_k_dense_replace": 0,
                    "topk_group": 1, "norm_topk_prob": architecture != "DeepseekV2ForCausalLM"}  # fmt: skip
-    if architecture.startswith(("Qwen3Next", "Qwen3_5")) and "layer_types" not in changes:
+    if architecture.startswith("GraniteMoeHybrid"):
+        config |= {"mamba_n_heads": config["hidden_size"] // 4, "mamba_d_state": 16, "shared_intermediate_size": 24}
+    if architecture.startswith(("Qwen3Next", "Qwen3_5", "GraniteMoeHybrid")) and "layer_types" not in changes:
         config["layer_types"] = ["linear_attention"] * (config["num_hidden_layers"] - 1) + ["full_attention"]
     if architecture.startswith("Gemma4"):
         config |= {"global_head_dim": config.get("head_dim", 16), "hidden_size_per_layer_input": 8,

@@ -18,6 +18,7 @@ from preheat.model.formats_stacked import Stacked, StackedMxFp4
 from preheat.model.latent_specs import UpSpec
 from preheat.model.mlp_specs import STACKED, STACKED_MXFP4, ExpertsSpec
 from preheat.model.reading import Piece, Shape, WeightReader
+from preheat.model.recurrence_specs import ConvSpec
 from preheat.model.spec_tree import leaves
 from preheat.model.tensor_specs import HeadSpec, LinearSpec, NormSpec, PatchSpec
 
@@ -163,6 +164,6 @@ def expected_tensors(spec: object, formats: Mapping[str, LinearFormat] = FORMATS
             found |= formats[leaf.format].tensors(leaf)
         elif leaf.params:
             found[f"{leaf.name}.weight"] = leaf.shape
-            if isinstance(leaf, HeadSpec | NormSpec | PatchSpec) and leaf.bias:
+            if isinstance(leaf, ConvSpec | HeadSpec | NormSpec | PatchSpec) and leaf.bias:
                 found[f"{leaf.name}.bias"] = leaf.shape[:1]
     return found

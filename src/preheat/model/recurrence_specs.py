@@ -12,11 +12,16 @@ from preheat.ops.values import Recurrence
 
 @dataclass(frozen=True)
 class ConvSpec:
-    """A convolution of each of ``channels`` over the last ``taps`` tokens; ``name`` is the checkpoint's module."""
+    """A convolution of each of ``channels`` over the last ``taps`` tokens; ``name`` is the checkpoint's module.
+
+    ``order`` lists ranges of the stored channels [from, to) in the layer's order; empty: the stored order.
+    """
 
     name: str
     channels: int
     taps: int
+    bias: bool = False
+    order: tuple[tuple[int, int], ...] = ()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -24,16 +29,17 @@ class ConvSpec:
 
     @property
     def params(self) -> int:
-        return self.channels * self.taps
+        return self.channels * (self.taps + self.bias)
 
 
 @dataclass(frozen=True, kw_only=True)
 class DeltaSpec:
-    """A gated delta rule in place of attention, see :mod:`preheat.ops.delta`.
+    """A recurrence in place of attention, see :mod:`preheat.ops.delta`.
 
-    ``qkv`` returns queries, keys, values, gates, betas and decays in this order. ``rate`` are the logarithms of the
-    negative rates of decay. A sequence has a state of ``value``, and neither keys nor values in the KV cache. A rank
-    has some key heads with their value heads, from ``first_head`` on; ``conv``, ``rate`` and ``bias`` are of all heads.
+    ``qkv`` returns queries, keys, values, gates, betas if the rule has them, and decays in this order. ``rate`` are the
+    logarithms of the negative rates of decay. ``skip`` is there if the rule has it. A sequence has a state of
+    ``value``, and neither keys nor values in the KV cache. A rank has some key heads with their value heads, from
+    ``first_head`` on; ``conv``, ``rate``, ``bias``, ``norm`` and ``skip`` are of all heads.
     """
 
     value: Recurrence
@@ -43,6 +49,7 @@ class DeltaSpec:
     rate: VectorSpec
     bias: VectorSpec
     norm: NormSpec
+    skip: VectorSpec | None = None
     first_head: int = 0
 
     kv: ClassVar[KVSpec] = KVSpec(0, 0)
@@ -64,7 +71,7 @@ class DeltaSpec:
 
     @property
     def own_channels(self) -> tuple[tuple[int, int], ...]:
-        """Ranges of the stored channels that the heads have: of queries, of keys and of values."""
+        """Ranges of the channels that the heads have, in the layer's order: of queries, of keys and of values."""
         own = self.value
         keys = self.conv.channels * own.key_size // own.channels
         key, value = self.first_head * own.key_dim, self.own_heads[0] * own.value_dim

@@ -98,10 +98,12 @@ class _Cut:
 
     def delta(self, spec: DeltaSpec) -> DeltaSpec:
         """Cut the heads; a rank has key heads with all of their value heads, so a state never meets another rank's."""
-        value = spec.value
+        value, normed = spec.value, spec.value.rule.normed
+        if normed > 1 and value.value_heads // normed % self.world:
+            raise _not_yet(f"the norm of {normed} heads together, {spec.norm.name},")
         self._divide("key heads of a state", value.key_heads, self.world)
         first, own = self.rank * value.key_heads // self.world, value.key_heads // self.world
-        sizes = (*[value.key_size] * 2, *[value.value_size] * 2, *[value.value_heads] * 2)
+        sizes = value.parts
         starts = (sum(sizes[:at]) for at in range(len(sizes)))
         blocks = [
             (start, size, self._mine("rows of a state", size), self.k_splits)

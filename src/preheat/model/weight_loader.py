@@ -54,7 +54,7 @@ from preheat.model.layers import (
 from preheat.model.mlp_specs import DenseSpec, MlpSpec, MoeSpec, SharedSpec
 from preheat.model.pooled_head import HeadLayer, HeadNorm
 from preheat.model.reading import TensorSource
-from preheat.model.recurrence_specs import DeltaSpec
+from preheat.model.recurrence_specs import ConvSpec, DeltaSpec
 from preheat.model.shard import head_tile
 from preheat.model.specs import LayerSpec, ModelSpec
 from preheat.model.tensor_specs import (
@@ -290,13 +290,26 @@ class WeightLoader:
 
     def delta(self, spec: DeltaSpec) -> DeltaWeights:
         """Return the weights of a recurrence besides its linear layers, fp32."""
-        taps, rate, bias, norm = (
-            self._place(self.read(f"{each.name}.weight", *each.shape))
-            for each in (spec.conv, spec.rate, spec.bias, spec.norm)
+        value, heads, conv = spec.value, slice(*spec.own_heads), spec.conv
+
+        def of_heads(leaf: VectorSpec) -> Tensor:
+            return self.tensor32(leaf)[heads].clone()
+
+        def of_channels(name: str, *shape: int) -> Tensor:
+            found = self._ordered(conv, self._place(self.read(name, *shape)))
+            return torch.cat([found[first:last] for first, last in spec.own_channels])
+
+        norm = self._place(self.read(f"{spec.norm.name}.weight", *spec.norm.shape))
+        return DeltaWeights(
+            value=value,
+            taps=of_channels(f"{conv.name}.weight", *conv.shape).squeeze(1),
+            rate=-of_heads(spec.rate).exp(),
+            bias=of_heads(spec.bias),
+            norm=norm if spec.norm.size == value.value_dim else norm.view(-1, value.value_dim)[heads].clone(),
+            eps=spec.norm.eps,
+            conv_bias=of_channels(f"{conv.name}.bias", conv.channels) if conv.bias else None,
+            skip=None if spec.skip is None else of_heads(spec.skip),
         )
-        taps = torch.cat([taps[first:last] for first, last in spec.own_channels]).squeeze(1)
-        rate, bias = (each[slice(*spec.own_heads)].clone() for each in (rate, bias))
-        return DeltaWeights(spec.value, taps, -rate.exp(), bias, norm, spec.norm.eps)
 
     def mlp(self, spec: MlpSpec) -> Mlp:
         if isinstance(spec, DenseSpec):
@@ -358,7 +371,7 @@ class WeightLoader:
         return self.backend.norm(weight, spec.qk_norm[0].eps, spec.qk_norm[0].kind)
 
     @staticmethod
-    def _ordered(spec: NormSpec, weight: Tensor) -> Tensor:
+    def _ordered(spec: NormSpec | ConvSpec, weight: Tensor) -> Tensor:
         """Return the stored ``weight`` in the layer's order."""
         return torch.cat([weight[first:last] for first, last in spec.order]) if spec.order else weight
 

@@ -127,16 +127,21 @@ def with_layer_norms(
 
 
 def multiplied(layer: LayerSpec, factor: float) -> LayerSpec:
-    """Return a dense ``layer`` with ``factor`` on everything that it adds to the residual stream."""
-    assert isinstance(layer.mlp, DenseSpec)
+    """Return ``layer`` with ``factor`` on everything that it adds to the residual stream."""
     if factor == 1:
         return layer
     own, mlp = layer.attention, layer.mlp
-    return replace(
-        layer,
-        attention=replace(own, o=replace(own.o, factor=factor)),
-        mlp=replace(mlp, down=replace(mlp.down, factor=factor)),
-    )
+    if isinstance(mlp, DenseSpec):
+        mlp = _multiplied_block(mlp, factor)
+    else:  # on the weights of routed experts, and on the expert beside them
+        assert mlp.shared is None or mlp.shared.gate is None, "the factor would have to follow the gate"
+        shared = mlp.shared and replace(mlp.shared, block=_multiplied_block(mlp.shared.block, factor))
+        mlp = replace(mlp, factor=mlp.factor * factor, shared=shared)
+    return replace(layer, attention=replace(own, o=replace(own.o, factor=factor)), mlp=mlp)
+
+
+def _multiplied_block(block: DenseSpec, factor: float) -> DenseSpec:
+    return replace(block, down=replace(block.down, factor=factor))
 
 
 def with_logit_factor(spec: ModelSpec, factor: float) -> ModelSpec:

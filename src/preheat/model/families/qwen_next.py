@@ -11,6 +11,7 @@ from preheat.model.config import Config
 from preheat.model.families.common import LLAMA, attention, dense, model, norm, turning_order, with_layers
 from preheat.model.families.moe import STACKED, sparse_layers, with_shared_expert
 from preheat.model.families.qwen_vl import VISION, vision_of, with_axes
+from preheat.model.families.states import layer_kinds, recurrence
 from preheat.model.mlp_specs import MlpSpec
 from preheat.model.recurrence_specs import ConvSpec, DeltaSpec
 from preheat.model.specs import LayerSpec, ModelSpec, Rename
@@ -112,12 +113,12 @@ def _hybrid(config: Config, mlp: Callable[[str, int], MlpSpec], stored: Stored) 
     rope = config.rope(partial=True, read=("mrope_section", "mrope_interleaved"))
     value = _recurrence(config)
 
-    def layer(index: int, kind: str) -> LayerSpec:
+    def layer(index: int, state: bool) -> LayerSpec:
         prefix = LLAMA.layer.format(index)
-        if kind == _FULL:
-            mixer: AttentionSpec | DeltaSpec = _gated_attention(config, prefix, rope, bias=bias)
+        if state:
+            mixer: AttentionSpec | DeltaSpec = _delta(config, f"{prefix}linear_attn.", value, stored)
         else:
-            mixer = _delta(config, f"{prefix}linear_attn.", value, stored)
+            mixer = _gated_attention(config, prefix, rope, bias=bias)
         return LayerSpec(
             attention=mixer,
             mlp=mlp(prefix, index),
@@ -125,50 +126,29 @@ def _hybrid(config: Config, mlp: Callable[[str, int], MlpSpec], stored: Stored) 
             post_norm=_plus_one(config, prefix + LLAMA.post_norm, hidden),
         )
 
-    layers = tuple(layer(index, kind) for index, kind in enumerate(_kinds(config)))
+    layers = tuple(layer(index, state) for index, state in enumerate(_kinds(config)))
     return model(
         config, LLAMA, layers, final_norm=_plus_one(config, LLAMA.final_norm, hidden),
         max_positions=config.max_positions(rope), renames=_RENAMES, ignored=(_DRAFTING, _SEEING),
     )  # fmt: skip
 
 
-def _kinds(config: Config) -> list[str]:
-    """Return the kind of each layer. Raises ModelError for an unknown kind, or without any attention."""
+def _kinds(config: Config) -> list[bool]:
+    """Return whether each layer has a state."""
     count, every = config.num_layers(), config.size("full_attention_interval")
     kinds = config.get("layer_types")
     if kinds is None:
         kinds = [_STATE if (index + 1) % every else _FULL for index in range(count)]
-    if not isinstance(kinds, list) or len(kinds) != count or not set(kinds) <= {_STATE, _FULL}:
-        raise ModelError(
-            f"config.json: layer_types must be {count} times {_STATE} or {_FULL}, as many as num_hidden_layers; got "
-            f"{kinds!r}"
-        )
-    if _FULL not in kinds:
-        raise ModelError(f"config.json: layer_types without {_FULL} are not supported: a cache needs a layer with keys")
-    return kinds
+    return layer_kinds(config, kinds, (_STATE,), (_FULL,))
 
 
 def _recurrence(config: Config) -> Recurrence:
     """Return the sizes of a layer's state. Raises ModelError for sizes that the recurrence does not take."""
-    sizes = {
-        name: config.size(f"linear_{field}")
-        for name, field in {
-            "key_heads": "num_key_heads", "value_heads": "num_value_heads", "key_dim": "key_head_dim",
-            "value_dim": "value_head_dim", "taps": "conv_kernel_dim",
-        }.items()
+    names = {
+        "key_heads": "linear_num_key_heads", "value_heads": "linear_num_value_heads", "key_dim": "linear_key_head_dim",
+        "value_dim": "linear_value_head_dim", "taps": "linear_conv_kernel_dim",
     }  # fmt: skip
-    value = Recurrence(**sizes)
-    for name, size in ("linear_key_head_dim", value.key_dim), ("linear_value_head_dim", value.value_dim):
-        if size & (size - 1):
-            raise ModelError(f"config.json: {name} {size} is not supported, only powers of two are")
-    if value.value_heads % value.key_heads:
-        raise ModelError(
-            f"config.json: {value.value_heads} linear_num_value_heads cannot share {value.key_heads} "
-            "linear_num_key_heads evenly"
-        )
-    if value.taps < 2:
-        raise ModelError(f"config.json: linear_conv_kernel_dim {value.taps} is not supported, only 2 or more is")
-    return value
+    return recurrence(config, names)
 
 
 def _delta(config: Config, at: str, value: Recurrence, stored: Stored) -> DeltaSpec:
