@@ -89,6 +89,7 @@ def step_four(layer: DeltaLayer, patch: Any, cuts: Sequence[int] = ()) -> tuple[
     shapes = [(value.key_heads, value.key_dim)] * 2 + [(value.value_heads, value.value_dim)]
     q, k, v = ((torch.randn(tokens, *shape, generator=draw) * 0.2).to(device) for shape in shapes)
     decay, beta = (torch.rand(tokens, value.value_heads, generator=draw).to(device) for _ in range(2))
+    skip = torch.rand(value.value_heads, generator=draw).to(device)
     cross = tree(k * q, -1).repeat_interleave(value.value_heads // value.key_heads, 1)
     order, answers, own = places(value.key_dim, device).long(), list[Tensor](), layer.kernels.recur
 
@@ -98,6 +99,7 @@ def step_four(layer: DeltaLayer, patch: Any, cuts: Sequence[int] = ()) -> tuple[
         pair, values, scalars = (each[: len(x) - PADDING] for each in made)
         pair[:, :, order], pair[:, :, value.key_dim + order], values[:] = k[here], q[here], v[here]
         scalars[..., :3] = torch.stack((decay[here], beta[here], cross[here]), -1)
+        scalars[..., 3] = skip
 
     def heard(*args: Any) -> None:
         own(*args)
@@ -112,4 +114,4 @@ def step_four(layer: DeltaLayer, patch: Any, cuts: Sequence[int] = ()) -> tuple[
     matrix = layer.zeros().matrix.fill_(float("nan"))
     begins = torch.ones(len(layer.lengths), dtype=torch.bool, device=device)
     right = recur_of(value)(Heads(q, k, v, decay, beta), matrix, layer.rows(), begins)
-    return torch.cat(answers), right, matrix
+    return torch.cat(answers), right + skip[:, None] * v if value.rule.skip else right, matrix

@@ -349,7 +349,7 @@ MODELS: dict[str, Model] = {
             "mamba_d_head": "auto",
             "mamba_conv_bias": False,
             "mamba_proj_bias": True,
-            "mamba_d_conv": 2,
+            "mamba_d_conv": 3,
             "time_step_limit": [0.1, 0.8],
             "position_embedding_type": "rope",
             "attention_bias": True,

@@ -18,7 +18,7 @@ from preheat.backends.cuda.delta import DECODING, ONE, PROMPTS, TOKENS, Config, 
 from preheat.core import StepStates
 from preheat.errors import NotInvariant
 from preheat.ops.delta import delta_rule
-from preheat.ops.values import Recurrence
+from preheat.ops.values import DELTA, Recurrence
 from preheat.plan.step_items import ForwardItem
 from preheat.verify.boot import BootCheck
 from preheat.verify.check_runner import CheckRunner
@@ -29,12 +29,22 @@ from tests.cpu.quantized import quantize_checkpoint
 from tests.cpu.test_quantized_checkpoints import KINDS
 from tests.cuda.test_families import model_of
 from tests.delta_layer import DeltaLayer, step_four
+from tests.recurrences import MAMBA
 
 VALUE = Recurrence(key_heads=4, value_heads=8, key_dim=128, value_dim=128, taps=4)
+OTHER = Recurrence(key_heads=1, value_heads=12, key_dim=128, value_dim=64, taps=4, rule=MAMBA._replace(normed=12))
+"""As a layer of Granite 4 H, with fewer heads."""
+
+VALUES = pytest.mark.parametrize("value", [VALUE, OTHER], ids=["delta", "mamba"])
 LENGTHS = (300, 1, 37)
-SIZES: dict[str, Any] = {
-    "hidden_size": 256, "head_dim": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
-    "max_position_embeddings": 1024,
+SIZES: dict[str, dict[str, Any]] = {
+    "qwen3-next": {
+        "hidden_size": 256, "head_dim": 128, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+        "max_position_embeddings": 1024,
+    },
+    "granite 4 h": {
+        "hidden_size": 192, "head_dim": 64, "mamba_d_head": 32, "mamba_d_state": 128, "max_position_embeddings": 1024,
+    },
 }  # fmt: skip
 OPTIONS: dict[str, Any] = {
     "device": "cuda", "dtype": "bfloat16", "skip_tokenizer_init": True, "max_model_len": 512, "max_num_seqs": 8,
@@ -71,11 +81,12 @@ def layer(lengths: tuple[int, ...] = LENGTHS, value: Recurrence = VALUE) -> Delt
     [ONE, PROMPTS, DECODING, Config(4, 1, 8, 2), Config(16, 1, 4, 1), Config(16, 4, 32, 4), Config(64, 8, 0, 2)],
 )
 @pytest.mark.parametrize("key_dim", [64, 128, 256])
-def test_the_recurrence_has_the_bits_of_the_reference(config, key_dim, monkeypatch):
+@pytest.mark.parametrize("rule", [DELTA, MAMBA._replace(normed=4)], ids=["delta", "mamba"])
+def test_the_recurrence_has_the_bits_of_the_reference(config, key_dim, rule, monkeypatch):
     """The order of every sum is the contract's, in any configuration, and nothing is fused."""
     monkeypatch.setattr(delta, "ONE", config)
     monkeypatch.setattr(delta, "PROMPTS", config)
-    value = Recurrence(key_heads=2, value_heads=4, key_dim=key_dim, value_dim=128, taps=4)
+    value = Recurrence(key_heads=2, value_heads=4, key_dim=key_dim, value_dim=128, taps=4, rule=rule)
     made = layer((33, 1, 5), value)
     found, expected, matrix = step_four(made, monkeypatch)
     assert torch.equal(found, expected)
@@ -83,9 +94,10 @@ def test_the_recurrence_has_the_bits_of_the_reference(config, key_dim, monkeypat
         assert torch.equal(made.plain(slot), matrix[slot])
 
 
-def test_a_layer_is_near_the_reference():
+@VALUES
+def test_a_layer_is_near_the_reference(value):
     """Exponentials, roots and divisions are the device's."""
-    made = layer()
+    made = layer(value=value)
     found, states = torch.cat(made.whole()), made.zeros()
     begins = torch.ones(len(LENGTHS), dtype=torch.bool, device="cuda")
     expected = delta_rule(torch.cat(made.texts), begins, made.rows(), made.weights, states)
@@ -133,6 +145,8 @@ def inputs_of(value: Recurrence, tile: Tile | None, patch: pytest.MonkeyPatch) -
         replace(VALUE, value_heads=4, taps=2),
         replace(VALUE, key_heads=2, key_dim=256, value_heads=6),
         replace(VALUE, key_heads=1, key_dim=64, value_heads=1, taps=3),
+        OTHER,
+        replace(OTHER, key_heads=2, key_dim=256, rule=OTHER.rule._replace(limits=(0.3, 1.2), normed=6, bias=False)),
     ],
 )
 def test_inputs_have_the_bits_of_a_token_a_program(value, tile, monkeypatch):
@@ -141,9 +155,10 @@ def test_inputs_have_the_bits_of_a_token_a_program(value, tile, monkeypatch):
     assert all((each != 7).any() for each in found)
 
 
+@VALUES
 @pytest.mark.parametrize("size", [1, 2, 3, 7, 64, 299])
-def test_bits_do_not_depend_on_cuts(size):
-    whole, cut = layer(), layer()
+def test_bits_do_not_depend_on_cuts(size, value):
+    whole, cut = layer(value=value), layer(value=value)
     right, parts = whole.whole()[0], []
     for at in range(0, LENGTHS[0], size):
         count = min(size, LENGTHS[0] - at)
@@ -155,10 +170,11 @@ def test_bits_do_not_depend_on_cuts(size):
 
 @pytest.mark.parametrize("config", [TOKENS, Config(16, 4, 0, 1, ahead=4), Config(32, 8, 0, 2, ahead=1)])
 @pytest.mark.parametrize(("key_dim", "taps"), [(64, 2), (128, 4), (256, 4)])
-def test_rows_of_one_token_have_the_bits_of_their_prompts(config, key_dim, taps, monkeypatch):
+@VALUES
+def test_rows_of_one_token_have_the_bits_of_their_prompts(config, key_dim, taps, value, monkeypatch):
     """Programs take one, two or all rows; rows read one slot and write another one."""
     monkeypatch.setattr(delta, "TOKENS", config)
-    value = replace(VALUE, key_dim=key_dim, taps=taps)
+    value = replace(value, key_dim=key_dim, taps=taps)
     prompts, rows = layer((9, 9, 9), value), layer((9, 9, 9), value)
     right, found = prompts.whole(), list[Tensor]()
     for turn in range(9):
@@ -182,11 +198,11 @@ def test_kept_states_have_the_bits_of_a_row_that_ends_there():
         assert torch.equal(alone.states.window[1], kept.states.window[slot])
 
 
-@pytest.fixture(scope="module")
-def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> str:
+@pytest.fixture(scope="module", params=SIZES)
+def checkpoint(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     folder: Path = tmp_path_factory.mktemp("hybrid")
-    family, changes = MODELS["qwen3-next"]
-    save_checkpoint((family, changes | SIZES), folder)
+    family, changes = MODELS[request.param]
+    save_checkpoint((family, changes | SIZES[request.param]), folder)
     return str(folder)
 
 
@@ -339,7 +355,7 @@ def test_quantized_layers_give_the_same_bits(name, tmp_path):
     """Layers with states read codes, together and alone, the second time with hits."""
     family, changes = MODELS["qwen3.5"]
     wider = {"linear_num_key_heads": 4, "linear_num_value_heads": 8}
-    save_checkpoint((family, changes | SIZES | wider), tmp_path / "plain")
+    save_checkpoint((family, changes | SIZES["qwen3-next"] | wider), tmp_path / "plain")
     quantize_checkpoint(tmp_path / "plain", KINDS[name], tmp_path / "quantized")
     engine = LLM(str(tmp_path / "quantized"), **OPTIONS)
     alone = [one for each in prompts() for one in answers(engine, [each], skip_reading_prefix_cache=True)]

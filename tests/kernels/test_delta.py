@@ -1,4 +1,4 @@
-"""The gated delta rule on CUDA, in the interpreter: against the reference, for any cuts, neighbors and slots."""
+"""Recurrences on CUDA, in the interpreter: against the reference, for any cuts, neighbors and slots."""
 
 from __future__ import annotations
 
@@ -22,11 +22,17 @@ from preheat.ops.delta import delta_rule
 from preheat.ops.values import Recurrence
 from tests.delta_layer import DeltaLayer, step_four
 from tests.kernels.backend import InterpretedCuda
+from tests.recurrences import MAMBA, RULES
 
 SIZES = {
     "one run": Recurrence(key_heads=1, value_heads=2, key_dim=16, value_dim=8, taps=4),
     "several runs": Recurrence(key_heads=2, value_heads=2, key_dim=64, value_dim=4, taps=2),
     "few numbers": Recurrence(key_heads=1, value_heads=1, key_dim=4, value_dim=16, taps=5),
+    **{
+        name: Recurrence(key_heads=1, value_heads=6, key_dim=16, value_dim=8, taps=4, rule=rule)
+        for name, rule in RULES.items()
+    },
+    "two norms": Recurrence(key_heads=2, value_heads=4, key_dim=8, value_dim=4, taps=2, rule=MAMBA._replace(normed=2)),
 }
 VALUE, LENGTHS = SIZES["one run"], (11, 1, 5)
 
@@ -41,9 +47,7 @@ def right() -> tuple[DeltaLayer, list[Tensor]]:
     return made, made.whole()
 
 
-@pytest.mark.parametrize(
-    ("name", "dtype"), [("one run", torch.bfloat16), ("several runs", torch.float32), ("few numbers", torch.float32)]
-)
+@pytest.mark.parametrize(("name", "dtype"), [(name, torch.float32) for name in SIZES] + [("one run", torch.bfloat16)])
 def test_it_is_the_reference(name, dtype):
     """Exponentials and roots are the interpreter's own, so numbers are near; windows are the same."""
     made = layer(SIZES[name], dtype)
@@ -63,6 +67,10 @@ def test_it_is_the_reference(name, dtype):
         ("one run", Config(16, 4, 0, 2)),
         ("several runs", Config(2, 1, 0, 4)),
         ("few numbers", Config(4, 1, 0, 4)),
+        ("mamba", Config(4, 1, 0, 2)),
+        ("two norms", Config(4, 1, 0, 1)),
+        ("lengths and no delta", Config(8, 1, 0, 2)),
+        ("delta with skips", Config(8, 1, 0, 2)),
     ],
 )
 def test_the_recurrence_has_the_bits_of_the_reference(name, config, monkeypatch):
@@ -94,8 +102,10 @@ def test_other_sums_have_other_bits(monkeypatch):
 
 
 @pytest.mark.parametrize("size", [1, 2, 4, 7])
-def test_bits_do_not_depend_on_cuts(size, right):
-    made, parts = layer(), []
+@pytest.mark.parametrize("name", ["one run", "mamba", "two norms"])
+def test_bits_do_not_depend_on_cuts(name, size):
+    made, other, parts = layer(SIZES[name]), layer(SIZES[name]), []
+    right = other, other.whole()
     for at in range(0, LENGTHS[0], size):
         count = min(size, LENGTHS[0] - at)
         parts.append(made.step((0, count, 4, 4), width=int(count == 1)))

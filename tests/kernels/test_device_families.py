@@ -43,6 +43,11 @@ CONFIGS: dict[str, dict[str, Any]] = {
         **LLAMA, "head_dim": 16, "sliding_window": 5, "num_local_experts": 3, "num_experts_per_tok": 2,
         "quantization_config": {"quant_method": "mxfp4"}, "intermediate_size": 32,
     },
+    "GraniteMoeHybrid": {
+        **LLAMA, "layer_types": ["mamba", "attention"], "mamba_n_heads": 6, "mamba_n_groups": 2, "mamba_d_head": 16,
+        "mamba_expand": 3, "mamba_d_state": 64, "num_local_experts": 3, "num_experts_per_tok": 2,
+        "shared_intermediate_size": 24, "residual_multiplier": 0.3, "position_embedding_type": "nope",
+    },
     "Mpt": {
         "d_model": 48, "n_layers": 2, "n_heads": 3, "max_seq_len": 64, "expansion_ratio": 2,
         "attn_config": {"clip_qkv": 0.5, "alibi_bias_max": 4},

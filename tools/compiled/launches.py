@@ -45,7 +45,7 @@ from preheat.limits import Limits
 from preheat.ops.delta import DeltaWeights
 from preheat.ops.float8 import DTYPES
 from preheat.ops.norm import make_norm
-from preheat.ops.values import Cache, Matmul, Recurrence, WeightFormat
+from preheat.ops.values import Cache, Matmul, Recurrence, StateRule, WeightFormat
 from tools.oracles.card import META, Launch, Seen, watched
 from tools.oracles.layers import SCHEMES, Card, name_of, traces
 
@@ -242,6 +242,18 @@ def rows(hardware: Hardware) -> Iterator[tuple[str, Work]]:
 STATES = Recurrence(key_heads=16, value_heads=32, key_dim=128, value_dim=128, taps=4)
 """A layer of Qwen3-Next and Qwen3.5-35B-A3B."""
 
+MAMBA = StateRule(unit=False, delta=False, betas=False, skip=True, bias=True, gate_first=True)
+LAYERS = {
+    **{f"states of {size}": replace(STATES, key_dim=size) for size in (128, 256)},
+    **{
+        f"states of Mamba 2, {heads} heads of {size}": Recurrence(
+            key_heads=1, value_heads=heads, key_dim=128, value_dim=size, taps=4, rule=MAMBA._replace(normed=heads)
+        )
+        for heads, size in ((48, 32), (48, 64), (128, 64))
+    },
+}
+"""Layers with states; those of Mamba 2 are of Granite 4 H 350M, Tiny and Small."""
+
 
 def states() -> Iterator[tuple[str, Work]]:
     """Yield layers with states, in steps with prompts and in steps of decoding rows, and attention's gates."""
@@ -250,23 +262,27 @@ def states() -> Iterator[tuple[str, Work]]:
         num_blocks=9, states=256,
     )  # fmt: skip
     device: Any = SimpleNamespace(device=META, host_copy=lambda tensor: tensor)
-    for (name, dtype), width, sizes in product(
-        (("bfloat16", torch.bfloat16), ("float32", torch.float32)), (0, 1), (128, 256)
+    for (name, dtype), width, (what, value) in product(
+        (("bfloat16", torch.bfloat16), ("float32", torch.float32)), (0, 1), LAYERS.items()
     ):
-        value = replace(STATES, key_dim=sizes)
-        wide = partial(_empty, dtype=torch.float32)
-        heads = value.value_heads
-        taps = wide(value.channels, value.taps)
-        weights = DeltaWeights(value, taps, wide(heads), wide(heads), wide(value.value_dim), 1e-6)
         made, x = CudaRecurrences(limits, device), _empty(256, value.inputs, dtype=dtype)
         inputs: Any = SimpleNamespace(positions=_whole(256), rows=256, width=width)
+        out = _empty(256, value.value_size, dtype=dtype)
         yield (
-            f"states of {sizes}, {name}, {'decode' if width else 'prompts'}",
-            partial(
-                made.run, inputs, x, weights, made.states(value, 513, dtype), _empty(256, value.value_size, dtype=dtype)
-            ),
+            f"{what}, {name}, {'decode' if width else 'prompts'}",
+            partial(made.run, inputs, x, _weights(value), made.states(value, 513, dtype), out),
         )
     yield "gates", lambda: gated(_empty(8, 4096), _empty(8, 4096))
+
+
+def _weights(value: Recurrence) -> DeltaWeights:
+    """Return the weights of a layer of ``value``."""
+    wide, heads, rule = partial(_empty, dtype=torch.float32), value.value_heads, value.rule
+    return DeltaWeights(
+        value=value, taps=wide(value.channels, value.taps), rate=wide(heads), bias=wide(heads),
+        norm=wide(heads, value.value_dim) if rule.normed > 1 else wide(value.value_dim), eps=1e-6,
+        conv_bias=wide(value.channels) if rule.bias else None, skip=wide(heads) if rule.skip else None,
+    )  # fmt: skip
 
 
 def sampler() -> Iterator[tuple[str, Work]]:

@@ -1,4 +1,4 @@
-"""The gated delta rule on CUDA: three launches a layer, for all rows of a step.
+"""Recurrences on CUDA: three launches a layer, for all rows of a step.
 
 The rows of a step lie in one table on the device, at one place for all programs. So a captured graph serves every step
 of its bucket. Programs of the grid beyond the last row end at once.
@@ -81,6 +81,9 @@ class Tile(NamedTuple):
 PREPARE_DECODING: Tile | None = Tile(1, 2)
 PREPARE_PROMPTS: Tile | None = Tile(4, 4)
 """For steps of decoding rows only, whose tokens share nothing, and for other steps; None: one token, head by head."""
+
+WARP_NUMBERS = 1024
+"""Numbers of a norm for each warp of :func:`~preheat.backends.cuda.delta_kernels.finish`."""
 
 WINDOW_UNITS = 64
 """Programs that keep the windows of a row behind its prompt."""
@@ -186,9 +189,13 @@ class CudaRecurrences:
         value, tile = weights.value, PREPARE_DECODING if inputs.width else PREPARE_PROMPTS
         sizes = {
             "KEY_HEADS": value.key_heads, "SHARE": value.value_heads // value.key_heads, "KEY": value.key_dim,
-            "VALUE": value.value_dim, "TAPS": value.taps, "OWNERS": self._table.owners_at, "enable_fp_fusion": False,
+            "VALUE": value.value_dim, "TAPS": value.taps, "OWNERS": self._table.owners_at, "RULE": value.rule,
+            "enable_fp_fusion": False,
         }  # fmt: skip
-        given = x, inputs.positions, self.words, states.window, weights.taps, weights.rate, weights.bias
+        given = (
+            x, inputs.positions, self.words, states.window, weights.taps, weights.rate, weights.bias, weights.conv_bias,
+            weights.skip,
+        )  # fmt: skip
         factor = value.key_dim**-0.5
         if INTERPRETED or tile is None or not serves(value):
             kernels.prepare[(len(x), value.key_heads)](
@@ -205,14 +212,23 @@ class CudaRecurrences:
 
     def finish(self, x: Tensor, answers: Tensor, weights: DeltaWeights, out: Tensor) -> None:
         """Fill ``out`` with the gated norm of ``answers`` [tokens, value heads, value dim]."""
-        value = weights.value
+        value, rule, norm = weights.value, weights.value.rule, weights.norm
+        given = x, self.words, answers, norm, out, x.stride(0), 1.0 / (rule.normed * value.value_dim), weights.eps
+        sizes = {
+            "CHANNELS": value.channels, "HEADS": value.value_heads, "VALUE": value.value_dim,
+            "OWNERS": self._table.owners_at, "enable_fp_fusion": False,
+        }  # fmt: skip
         heads = math.gcd(value.value_heads, FINISH_HEADS)
-        whole = not INTERPRETED and value.value_dim >= WARP.value and heads >= FINISH_WARPS
-        kernel, heads, warps = (finish_heads, heads, FINISH_WARPS) if whole else (kernels.finish, 1, 1)
-        kernel[(len(x), value.value_heads // heads)](
-            x, self.words, answers, weights.norm, out, x.stride(0), 1.0 / value.value_dim, weights.eps,
-            CHANNELS=value.channels, HEADS=value.value_heads, VALUE=value.value_dim, OWNERS=self._table.owners_at,
-            enable_fp_fusion=False, **({"ROWS": heads} if whole else {}), **options(num_warps=warps, num_stages=1),
+        single = norm.dim() == 1 and rule.normed == 1 and not rule.gate_first
+        if single and not INTERPRETED and value.value_dim >= WARP.value and heads >= FINISH_WARPS:
+            finish_heads[(len(x), value.value_heads // heads)](
+                *given, **sizes, ROWS=heads, **options(num_warps=FINISH_WARPS, num_stages=1)
+            )
+            return
+        numbers = kernels.next_power(rule.normed) * value.value_dim
+        kernels.finish[(len(x), value.value_heads // rule.normed)](
+            *given, **sizes, EACH=norm.dim() > 1, RULE=rule,
+            **options(num_warps=min(max(numbers // WARP_NUMBERS, 1), 8), num_stages=1),
         )  # fmt: skip
 
     def recur(self, inputs: StepInputs, x: Tensor, value: Recurrence, states: DeltaStates, made: list[Tensor]) -> None:
@@ -260,12 +276,13 @@ class CudaRecurrences:
             CHANNELS=value.channels, TAPS=value.taps, UNITS=WINDOW_UNITS, **options(num_warps=1, num_stages=1),
         )  # fmt: skip
 
-    def _sizes(self, value: Recurrence, columns: int) -> dict[str, int]:
+    def _sizes(self, value: Recurrence, columns: int) -> dict[str, Any]:
         """Return the sizes that a kernel of the recurrence with ``columns`` a program is compiled for."""
         lanes, run = kernels.split_of(value.key_dim)
         return {
             "KEY_HEADS": value.key_heads, "SHARE": value.value_heads // value.key_heads, "KEY": value.key_dim,
             "VALUE": value.value_dim, "PARTS": self._table.parts_at, "COLUMNS": columns, "RUN": run, "LANES": lanes,
+            "RULE": value.rule,
         }  # fmt: skip
 
 

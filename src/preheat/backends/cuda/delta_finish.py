@@ -1,4 +1,4 @@
-"""The gated norm behind the recurrence of the gated delta rule, several heads of a token a program.
+"""The gated norm of single heads behind a recurrence, several heads of a token a program.
 
 Contract. As :func:`preheat.backends.cuda.delta_kernels.finish`: the same operations in the same order, so the same
 bits. There a program of one warp has one head, so a prompt of 2,048 tokens starts 65,536 programs of one row each. Here

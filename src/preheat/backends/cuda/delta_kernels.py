@@ -1,8 +1,9 @@
-"""Kernels of the gated delta rule: inputs of each token, the recurrence, and the gated norm behind it.
+"""Kernels of a recurrence: inputs of each token, the recurrence itself, and the gated norm behind it.
 
 Contract. As in :mod:`preheat.ops.delta`: the same operations in the same order, each rounded once, with the same tree
 for each sum. ``enable_fp_fusion=False`` keeps multiplications and additions apart. Exponentials, logarithms, divisions
 and square roots are the device's, so bits differ from a CPU's. log1p(e) is log(1 + e) * e / ((1 + e) - 1).
+``RULE`` is the recurrence's :class:`~preheat.ops.values.StateRule`, known when a kernel is compiled.
 
 A program of the recurrence takes some columns of a value head's matrix through all tokens of a row, one after the
 other, and keeps them in registers. Rows that decode and prompts run the same program. Columns never meet. So neither
@@ -15,6 +16,7 @@ reads up to 4 neighboring numbers at once, so keys, queries and matrices lie in 
 
 from __future__ import annotations
 
+import math
 from functools import cache
 
 import torch
@@ -31,8 +33,8 @@ LANES = 8
 NEIGHBORS = 4
 """Numbers that a lane reads at once."""
 
-SCALARS, DECAY, BETA, CROSS = tl.constexpr(4), tl.constexpr(0), tl.constexpr(1), tl.constexpr(2)
-"""The numbers of a token and a value head: their count, and the places of decay, beta and tree(k * q)."""
+SCALARS, DECAY, BETA, CROSS, SKIP = tl.constexpr(4), tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
+"""The numbers of a token and a value head: their count, and the places of decay, beta, tree(k * q) and skip."""
 
 
 @constexpr_function
@@ -45,6 +47,12 @@ def log2(number):
 def next_power(number):
     """Return the least power of two that is no less than ``number``."""
     return 1 << (number - 1).bit_length()
+
+
+@constexpr_function
+def limited(rule):
+    """Return whether steps have limits."""
+    return rule.limits != (0.0, math.inf)
 
 
 @triton.jit
@@ -70,6 +78,20 @@ def _lane_sums(x, LANES: tl.constexpr):
 @triton.jit
 def _add_pairs(one, other, more, others):
     return one + more, other + others
+
+
+@triton.jit
+def _add(one, other):
+    return one + other
+
+
+@triton.jit
+def column_sum(x, LANES: tl.constexpr):
+    """Return the tree sums of x, see :func:`column_sums`."""
+    x = _lane_sums(x, LANES)
+    if COMPILED:
+        return tl.reduce(x, 1, _add)
+    return halves(x)
 
 
 @triton.jit
@@ -126,8 +148,9 @@ def _taps(taps, channel, wanted, tap: tl.constexpr, TAPS: tl.constexpr):
 
 @triton.jit
 def _convolved(
-    x, window, taps, token, place, slot, fresh, channel, wanted, stride, CHANNELS: tl.constexpr, TAPS: tl.constexpr
-):
+    x, window, taps, conv_bias, token, place, slot, fresh, channel, wanted, stride, CHANNELS: tl.constexpr,
+    TAPS: tl.constexpr,
+):  # fmt: skip
     """Return the convolution of ``channel`` [n] at a token, fp32 with its activation; place counts from the row.
 
     Only ``wanted`` channels are read.
@@ -143,6 +166,8 @@ def _convolved(
             found = product
         else:
             found += product
+    if conv_bias is not None:
+        found += tl.load(conv_bias + channel, mask=wanted, other=0.0)
     return silu(found)
 
 
@@ -152,11 +177,23 @@ def _unit(x):
     return x * tl.rsqrt(tl.sum(halves(tl.reshape(x * x, [1, x.shape[0]])), 0) + 1e-6)
 
 
+@triton.jit
+def _steps(x, RULE: tl.constexpr):
+    """Return the steps of x, softplus within the limits."""
+    small = tl.exp(tl.minimum(x, 20.0))
+    more = 1.0 + small
+    soft = tl.where(more == 1.0, small, tl.log(more) * small / tl.where(more == 1.0, 1.0, more - 1.0))
+    soft = tl.where(x > 20.0, x, soft)
+    if limited(RULE):
+        soft = tl.minimum(tl.maximum(soft, RULE.limits[0]), RULE.limits[1])
+    return soft
+
+
 @triton.jit(do_not_specialize_on_alignment=["positions"])
 def prepare(
-    x, positions, table, window, taps, rate, bias, order, pair, v, scalars, stride, factor,
+    x, positions, table, window, taps, rate, bias, conv_bias, skip, order, pair, v, scalars, stride, factor,
     KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr,
-    OWNERS: tl.constexpr, overlap: tl.constexpr,
+    OWNERS: tl.constexpr, RULE: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Run steps 1 to 3 of the contract, for a token and a key head with its value heads a program."""
     begin(overlap)
@@ -172,23 +209,25 @@ def prepare(
     keys, values, shares = tl.arange(0, KEY), tl.arange(0, next_power(OWN)), tl.arange(0, next_power(SHARE))
     own, real, inside = head * SHARE + shares, shares < SHARE, values < OWN
     at = x + token * stride + CHANNELS + HEADS * VALUE + own
-    b, a = tl.load(at, mask=real, other=0.0).to(tl.float32), tl.load(at + HEADS, mask=real, other=0.0).to(tl.float32)
+    b = tl.load(at, mask=real, other=0.0).to(tl.float32)
+    a = tl.load(at + HEADS, mask=real, other=0.0).to(tl.float32) if RULE.betas else b
     a, rates = a + tl.load(bias + own, mask=real, other=0.0), tl.load(rate + own, mask=real, other=0.0)
     turned = (token * KEY_HEADS + head) * (2 * KEY) + tl.load(order + keys)
-    given = (x, window, taps, token, token - first, slot, fresh)
-    query = _unit(_convolved(*given, head * KEY + keys, keys >= 0, stride, CHANNELS, TAPS)) * factor
-    key = _unit(_convolved(*given, (KEY_HEADS + head) * KEY + keys, keys >= 0, stride, CHANNELS, TAPS))
+    given = (x, window, taps, conv_bias, token, token - first, slot, fresh)
+    query = _convolved(*given, head * KEY + keys, keys >= 0, stride, CHANNELS, TAPS)
+    key = _convolved(*given, (KEY_HEADS + head) * KEY + keys, keys >= 0, stride, CHANNELS, TAPS)
+    if RULE.unit:
+        query, key = _unit(query) * factor, _unit(key)
     value = _convolved(*given, 2 * KEY_HEADS * KEY + head * OWN + values, inside, stride, CHANNELS, TAPS)
-    small = tl.exp(tl.minimum(a, 20.0))
-    more = 1.0 + small
-    soft = tl.where(more == 1.0, small, tl.log(more) * small / tl.where(more == 1.0, 1.0, more - 1.0))
-    soft = tl.where(a > 20.0, a, soft)
+    step = _steps(a, RULE)
     tl.store(pair + turned, key)
     tl.store(pair + KEY + turned, query)
     tl.store(v + token * (HEADS * VALUE) + head * OWN + values, value, mask=inside)
     found = scalars + (token * HEADS + own) * SCALARS
-    tl.store(found + DECAY, tl.exp(soft * rates), mask=real)
-    tl.store(found + BETA, 1.0 / (1.0 + tl.exp(-b)), mask=real)
+    tl.store(found + DECAY, tl.exp(step * rates), mask=real)
+    tl.store(found + BETA, 1.0 / (1.0 + tl.exp(-b)) if RULE.betas else step, mask=real)
+    if RULE.skip:
+        tl.store(found + SKIP, tl.load(skip + own, mask=real, other=0.0), mask=real)
     cross = tl.sum(halves(tl.reshape(key * query, [1, KEY])), 0)
     tl.store(found + CROSS, cross + tl.zeros(shares.shape, tl.float32), mask=real)
 
@@ -244,8 +283,11 @@ def keep_windows(
 
 
 @triton.jit
-def _read(given, token, end, run, numbers, column, KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, VALUE: tl.constexpr):
-    """Return a token's key and query [runs, columns, run], values [columns], decay, beta and tree(k * q).
+def _read(
+    given, token, end, run, numbers, column, KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, VALUE: tl.constexpr,
+    RULE: tl.constexpr,
+):  # fmt: skip
+    """Return a token's key and query [runs, columns, run], values [columns], decay, beta, tree(k * q) and skip.
 
     Each lane reads its own numbers. From token ``end`` on, nothing is read and the numbers are any.
     """
@@ -258,14 +300,18 @@ def _read(given, token, end, run, numbers, column, KEY_HEADS: tl.constexpr, SHAR
     key, query = tl.load(pair + inside, mask=wanted), tl.load(pair + KEY + inside, mask=wanted)
     value = tl.load(v + token * (KEY_HEADS * SHARE * VALUE) + column, mask=there & (column >= 0))
     rate, share = tl.load(found + DECAY, mask=there), tl.load(found + BETA, mask=there)
-    return key, query, value, rate, share, tl.load(found + CROSS, mask=there)
+    cross = tl.load(found + CROSS, mask=there)
+    skip = cross
+    if RULE.skip:
+        skip = tl.load(found + SKIP, mask=there)
+    return key, query, value, rate, share, cross, skip
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
 def recur(
     x, positions, table, window, matrix, pair, v, scalars, out, stride, KEY_HEADS: tl.constexpr,
     SHARE: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr, PARTS: tl.constexpr,
-    COLUMNS: tl.constexpr, RUN: tl.constexpr, LANES: tl.constexpr, overlap: tl.constexpr,
+    COLUMNS: tl.constexpr, RUN: tl.constexpr, LANES: tl.constexpr, RULE: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Run step 4 of the contract for some columns of a value head, and keep windows; a program has every n-th row.
 
@@ -288,7 +334,9 @@ def recur(
             pair + (start * KEY_HEADS + head // SHARE) * (2 * KEY), v + (start * HEADS + head) * VALUE,
             scalars + (start * HEADS + head) * SCALARS,
         )  # fmt: skip
-        key, query, value, rate, share, cross = _read(given, 0, 1, run, numbers, column, KEY_HEADS, SHARE, VALUE)
+        key, query, value, rate, share, cross, skip = _read(
+            given, 0, 1, run, numbers, column, KEY_HEADS, SHARE, VALUE, RULE
+        )
         fresh = (tl.load(positions + first) == 0).to(tl.int32)
         _keep_windows(
             x, table, window, first, slot, fresh, part, last, head * BLOCKS + block, stride, PARTS,
@@ -299,17 +347,23 @@ def recur(
         answers = out + (start * HEADS + head) * VALUE + column
         for token in range(size):
             state = state * rate
-            seen, answer = column_sums(state * key, state * query, LANES)
-            change = (value - seen) * share
+            if RULE.delta:
+                seen, answer = column_sums(state * key, state * query, LANES)
+                change = (value - seen) * share
+            else:
+                answer, change = column_sum(state * query, LANES), value * share
             state = state + key * change[None, :, None]
-            tl.store(answers + token * (HEADS * VALUE), answer + cross * change)
+            answer = answer + cross * change
+            if RULE.skip:
+                answer = answer + skip * value
+            tl.store(answers + token * (HEADS * VALUE), answer)
             if first + token + 1 == until:
                 tl.store(matrix + (write.to(tl.int64) * HEADS + head) * (KEY * VALUE) + here, state)
                 part += 1
                 until = tl.load(table + PARTS + 2 * part, mask=part < last, other=0)
                 write = tl.load(table + PARTS + 2 * part + 1, mask=part < last, other=0)
-            key, query, value, rate, share, cross = _read(
-                given, token + 1, size, run, numbers, column, KEY_HEADS, SHARE, VALUE
+            key, query, value, rate, share, cross, skip = _read(
+                given, token + 1, size, run, numbers, column, KEY_HEADS, SHARE, VALUE, RULE
             )
         row += tl.num_programs(2)
         first, slot, part, last = _row(table, row, PARTS)
@@ -318,18 +372,28 @@ def recur(
 @triton.jit
 def finish(
     x, table, out, norm, result, stride, share, eps, CHANNELS: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr,
-    OWNERS: tl.constexpr, overlap: tl.constexpr,
+    OWNERS: tl.constexpr, EACH: tl.constexpr, RULE: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Run step 5 of the contract, for a value head of a token a program; a padding token's result is zero."""
-    values = tl.arange(0, VALUE)
-    weight = tl.load(norm + values)  # no kernel writes weights, so this need not wait
+    """Run step 5 of the contract, for the value heads of one norm and token a program.
+
+    ``EACH``: each head has weights of its own. A padding token's result is zero.
+    """
+    WIDE: tl.constexpr = next_power(RULE.normed)
+    row, value = tl.arange(0, WIDE)[:, None], tl.arange(0, VALUE)[None, :]
+    at = (tl.program_id(1) * RULE.normed + row) * VALUE + value
+    inside = (row < RULE.normed) & (value >= 0)
+    weight = tl.load(norm + (at if EACH else value + 0 * row), mask=inside, other=0.0)  # no kernel writes weights
     begin(overlap)
-    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
-    here = (token * HEADS + head) * VALUE + values
+    token = tl.program_id(0).to(tl.int64)
+    here = token * (HEADS * VALUE) + at
     if tl.load(table + OWNERS + 2 * token) == 0:
-        tl.store(result + here, tl.zeros([VALUE], result.dtype.element_ty))
+        tl.store(result + here, tl.zeros([WIDE, VALUE], result.dtype.element_ty), mask=inside)
     else:
-        wide = tl.load(out + here)
-        scale = tl.rsqrt(tl.sum(halves(tl.reshape(wide * wide, [1, VALUE])), 0) * share + eps)
-        gate = silu(tl.load(x + token * stride + CHANNELS + head * VALUE + values).to(tl.float32))
-        tl.store(result + here, (wide * scale * weight * gate).to(result.dtype.element_ty))
+        wide = tl.load(out + here, mask=inside, other=0.0)
+        gate = silu(tl.load(x + token * stride + CHANNELS + at, mask=inside, other=0.0).to(tl.float32))
+        if RULE.gate_first:
+            wide = wide * gate
+        sums = halves(tl.reshape(halves(wide * wide), [1, WIDE]))
+        scale = tl.rsqrt(tl.sum(sums, 0) * share + eps)
+        wide = wide * scale * weight
+        tl.store(result + here, (wide if RULE.gate_first else wide * gate).to(result.dtype.element_ty), mask=inside)

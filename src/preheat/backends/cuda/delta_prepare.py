@@ -1,4 +1,4 @@
-"""The inputs of the recurrence of the gated delta rule, several heads and tokens a program.
+"""The inputs of a recurrence, several heads and tokens a program.
 
 Contract. As :func:`preheat.backends.cuda.delta_kernels.prepare`: the same operations in the same order, so the same
 bits. There a program of one warp has one token, and reads the taps of its channels and four inputs of each. Here a
@@ -17,9 +17,12 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
-from preheat.backends.cuda.delta_kernels import BETA, CROSS, DECAY, SCALARS, log2
+from preheat.backends.cuda.delta_kernels import BETA, CROSS, DECAY, SCALARS, SKIP, limited, log2
 from preheat.backends.cuda.launch import begin
 from preheat.ops.values import Recurrence
+
+MANY = gl.constexpr(8)
+"""More value heads of a key head are stored in a loop, so that the code stays short."""
 
 
 def serves(value: Recurrence) -> bool:
@@ -132,14 +135,16 @@ def _four(taps, channel, WHOLE: gl.constexpr):
 
 
 @gluon.jit
-def _weights(taps, channel, TAPS: gl.constexpr, WHOLE: gl.constexpr):
-    """Return the weights of each tap for ``channel`` [n]."""
+def _weights(taps, conv_bias, channel, TAPS: gl.constexpr, WHOLE: gl.constexpr):
+    """Return the weights of each tap for ``channel`` [n], then the bias if there is one."""
     if TAPS == 4:
         found = _four(taps, channel, WHOLE)
     else:
         found = ()
         for tap in gl.static_range(TAPS):
             found += (gl.load(taps + channel * TAPS + tap),)
+    if conv_bias is not None:
+        found += (gl.load(conv_bias + channel),)
     return found
 
 
@@ -172,43 +177,51 @@ def _before(given, token, owner, channel, stride, CHANNELS: gl.constexpr, TAPS: 
 
 @gluon.jit
 def _convolved(inputs, weights):
-    """Return the convolution of ``inputs`` of each tap, with its activation."""
+    """Return the convolution of ``inputs`` of each tap, with its activation; a bias follows the weights of taps."""
     found = inputs[0] * weights[0]
-    for tap in gl.static_range(1, len(weights)):
+    for tap in gl.static_range(1, len(inputs)):
         found += inputs[tap] * weights[tap]
+    if len(weights) > len(inputs):
+        found += weights[len(inputs)]
     return _silu(found)
 
 
 @gluon.jit
 def _put_pairs(
     made, y, token, head, factor, KEY_HEADS: gl.constexpr, SHARE: gl.constexpr, KEY: gl.constexpr,
+    RULE: gl.constexpr,
 ):  # fmt: skip
-    """Store the unit keys and queries of a token's key heads from ``head`` on, and their products' sums."""
+    """Store the keys and queries of a token's key heads from ``head`` on, and their products' sums."""
     ROWS: gl.constexpr = y.shape[0] // KEY
     pair, _, scalars = made
     y = gl.reshape(y, [ROWS, KEY])
     LAYOUT: gl.constexpr = y.type.layout
     row = gl.arange(0, ROWS, gl.SliceLayout(1, LAYOUT))
-    scale = gl.rsqrt(gl.convert_layout(_tree(y * y), gl.SliceLayout(1, LAYOUT)) + 1e-6)
-    y = y * scale[:, None] * gl.where(row % 2 == 1, factor, 1.0)[:, None]
+    if RULE.unit:
+        scale = gl.rsqrt(gl.convert_layout(_tree(y * y), gl.SliceLayout(1, LAYOUT)) + 1e-6)
+        y = y * scale[:, None] * gl.where(row % 2 == 1, factor, 1.0)[:, None]
     z = gl.reshape(y, [ROWS, min(KEY // 64, 2), max(KEY // 128, 1), 2, 2, 2, 8])  # by bits, the high ones first
     z = gl.reshape(gl.permute(z, (0, 3, 2, 1, 6, 5, 4)), [ROWS * KEY])  # in the order of memory
     gl.store(pair + (token * KEY_HEADS + head) * (2 * KEY) + gl.arange(0, ROWS * KEY, z.type.layout), z)
     cross = _tree(gl.reduce(gl.reshape(y, [ROWS // 2, 2, KEY]), 1, _multiplied))
     own = head + gl.arange(0, ROWS // 2, cross.type.layout)
-    for each in gl.static_range(SHARE):
-        found = scalars + token * (KEY_HEADS * SHARE * SCALARS) + (own * SHARE + each) * SCALARS
-        gl.store(found + CROSS, cross)
+    found = scalars + token * (KEY_HEADS * SHARE * SCALARS) + own * (SHARE * SCALARS) + CROSS
+    if SHARE > MANY:
+        for each in range(SHARE):
+            gl.store(found + each * SCALARS, cross)
+    else:
+        for each in gl.static_range(SHARE):
+            gl.store(found + each * SCALARS, cross)
 
 
 @gluon.jit
 def _put(
     made, y, token, at, factor, PAIRS: gl.constexpr, KEY_HEADS: gl.constexpr, SHARE: gl.constexpr,
-    KEY: gl.constexpr, VALUES: gl.constexpr,
+    KEY: gl.constexpr, VALUES: gl.constexpr, RULE: gl.constexpr,
 ):  # fmt: skip
     """Store what a token's convolution ``y`` becomes: of the key heads from ``at`` on, or of the values."""
     if PAIRS:
-        _put_pairs(made, y, token, at, factor, KEY_HEADS, SHARE, KEY)
+        _put_pairs(made, y, token, at, factor, KEY_HEADS, SHARE, KEY, RULE)
     else:
         gl.store(made[1] + token * VALUES + at + gl.arange(0, y.shape[0], y.type.layout), y)
 
@@ -217,7 +230,7 @@ def _put(
 def _channels(
     given, made, channel, weights, tokens, at, stride, factor, PAIRS: gl.constexpr, KEY_HEADS: gl.constexpr,
     SHARE: gl.constexpr, KEY: gl.constexpr, VALUES: gl.constexpr, TAPS: gl.constexpr, OWNERS: gl.constexpr,
-    TOKENS: gl.constexpr,
+    TOKENS: gl.constexpr, RULE: gl.constexpr,
 ):  # fmt: skip
     """Run steps 1 and 2 of the contract for ``channel`` [n] of ``TOKENS`` tokens."""
     CHANNELS: gl.constexpr = 2 * KEY_HEADS * KEY + VALUES
@@ -233,7 +246,7 @@ def _channels(
         for each in gl.static_range(TOKENS):
             inputs += (own[each].to(gl.float32),)
             y = _convolved(inputs, weights)
-            _put(made, y, token + each, at, factor, PAIRS, KEY_HEADS, SHARE, KEY, VALUES)
+            _put(made, y, token + each, at, factor, PAIRS, KEY_HEADS, SHARE, KEY, VALUES, RULE)
             inputs = inputs[1:]
     elif TOKENS > 1:
         for each in range(TOKENS):
@@ -244,13 +257,13 @@ def _channels(
                 inputs = _before(given, here, owner, channel, stride, CHANNELS, TAPS)
                 inputs += (own.to(gl.float32),)
                 y = _convolved(inputs, weights)
-                _put(made, y, here, at, factor, PAIRS, KEY_HEADS, SHARE, KEY, VALUES)
+                _put(made, y, here, at, factor, PAIRS, KEY_HEADS, SHARE, KEY, VALUES, RULE)
 
 
 @gluon.jit
 def _gates(
-    x, table, scalars, rate, bias, tokens, stride, GATES: gl.constexpr, HEADS: gl.constexpr, OWNERS: gl.constexpr,
-    TOKENS: gl.constexpr,
+    x, table, scalars, rate, bias, skip, tokens, stride, GATES: gl.constexpr, HEADS: gl.constexpr,
+    OWNERS: gl.constexpr, TOKENS: gl.constexpr, RULE: gl.constexpr,
 ):  # fmt: skip
     """Run step 3 of the contract for all value heads of ``TOKENS`` tokens; gates begin at channel ``GATES``."""
     WIDE: gl.constexpr = 1 << log2(2 * HEADS - 1)
@@ -262,22 +275,27 @@ def _gates(
     there = (owner > 0)[:, None] & real[None, :]
     at = x + token[:, None] * stride + GATES + own[None, :]
     b = gl.load(at, mask=there, other=0.0).to(gl.float32)
-    a = gl.load(at + HEADS, mask=there, other=0.0).to(gl.float32)
+    a = gl.load(at + HEADS, mask=there, other=0.0).to(gl.float32) if RULE.betas else b
     a = a + gl.load(bias + own, mask=real, other=0.0)[None, :]
     small = gl.exp(gl.minimum(a, 20.0))
     more = 1.0 + small
     soft = gl.where(more == 1.0, small, gl.log(more) * small / gl.where(more == 1.0, 1.0, more - 1.0))
     soft = gl.where(a > 20.0, a, soft)
+    if limited(RULE):
+        soft = gl.minimum(gl.maximum(soft, RULE.limits[0]), RULE.limits[1])
     found = scalars + token[:, None] * (HEADS * SCALARS) + own[None, :] * SCALARS
     gl.store(found + DECAY, gl.exp(soft * gl.load(rate + own, mask=real, other=0.0)[None, :]), mask=there)
-    gl.store(found + BETA, 1.0 / (1.0 + gl.exp(-b)), mask=there)
+    gl.store(found + BETA, 1.0 / (1.0 + gl.exp(-b)) if RULE.betas else soft, mask=there)
+    if RULE.skip:
+        none = gl.full([TOKENS, WIDE], 0.0, gl.float32, layout)
+        gl.store(found + SKIP, none + gl.load(skip + own, mask=real, other=0.0)[None, :], mask=there)
 
 
 @gluon.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["positions"])
 def prepare_heads(
-    x, positions, table, window, taps, rate, bias, pair, v, scalars, tokens, stride, factor, KEY_HEADS: gl.constexpr,
-    SHARE: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr, TAPS: gl.constexpr, OWNERS: gl.constexpr,
-    TOKENS: gl.constexpr, overlap: tl.constexpr,
+    x, positions, table, window, taps, rate, bias, conv_bias, skip, pair, v, scalars, tokens, stride, factor,
+    KEY_HEADS: gl.constexpr, SHARE: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr, TAPS: gl.constexpr,
+    OWNERS: gl.constexpr, RULE: gl.constexpr, TOKENS: gl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Run steps 1 to 3 of the contract for ``TOKENS`` tokens: keys and queries, then values, then gates."""
     WARPS: gl.constexpr = gl.num_warps()
@@ -291,22 +309,22 @@ def prepare_heads(
         number = gl.arange(0, 2 * WARPS * KEY, PAIRS)
         row, head = number // KEY, unit * WARPS
         channel = ((1 - row % 2) * KEY_HEADS + head + row // 2) * KEY + number % KEY
-        weights = _weights(taps, channel, TAPS, _pairs_layout(KEY, WARPS, (4,)))  # no kernel writes weights
+        weights = _weights(taps, conv_bias, channel, TAPS, _pairs_layout(KEY, WARPS, (4,)))  # no kernel writes weights
         begin(overlap)
         _channels(
             given, made, channel, weights, tokens, head, stride, factor, True, KEY_HEADS, SHARE, KEY, VALUES,
-            TAPS, OWNERS, TOKENS,
+            TAPS, OWNERS, TOKENS, RULE,
         )  # fmt: skip
     elif unit < KEY_HEADS // WARPS + VALUES // UNIT:
         at = (unit - KEY_HEADS // WARPS) * UNIT
         channel = 2 * KEY_HEADS * KEY + at + gl.arange(0, UNIT, FLAT)
-        weights = _weights(taps, channel, TAPS, _values_layout(UNIT, WARPS, (4,)))
+        weights = _weights(taps, conv_bias, channel, TAPS, _values_layout(UNIT, WARPS, (4,)))
         begin(overlap)
         _channels(
             given, made, channel, weights, tokens, at, stride, factor, False, KEY_HEADS, SHARE, KEY, VALUES,
-            TAPS, OWNERS, TOKENS,
+            TAPS, OWNERS, TOKENS, RULE,
         )  # fmt: skip
     else:
         begin(overlap)
         GATES: gl.constexpr = 2 * KEY_HEADS * KEY + 2 * VALUES
-        _gates(x, table, scalars, rate, bias, tokens, stride, GATES, KEY_HEADS * SHARE, OWNERS, TOKENS)
+        _gates(x, table, scalars, rate, bias, skip, tokens, stride, GATES, KEY_HEADS * SHARE, OWNERS, TOKENS, RULE)

@@ -1,4 +1,4 @@
-"""The recurrence of the gated delta rule for prompts: tokens come through shared memory, some at a time.
+"""The recurrence for prompts: tokens come through shared memory, some at a time.
 
 Contract. As :mod:`preheat.backends.cuda.delta_kernels`: the same operations in the same order, so the same bits. There
 a program asks for each token's numbers one token ahead. A prompt has thousands of tokens, and each would wait for the
@@ -13,7 +13,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import async_copy
 from triton.runtime.jit import constexpr_function
 
-from preheat.backends.cuda.delta_kernels import BETA, CROSS, DECAY, NEIGHBORS, SCALARS, log2
+from preheat.backends.cuda.delta_kernels import BETA, CROSS, DECAY, NEIGHBORS, SCALARS, SKIP, log2
 from preheat.backends.cuda.launch import begin
 
 BUFFERS = gl.constexpr(2)
@@ -90,8 +90,8 @@ def copy_tokens(
 
 
 @gluon.jit
-def take(shared, token, state: gl.constexpr):
-    """Return a token's key [runs, 1, run], values [columns], decay, beta and tree(k * q)."""
+def take(shared, token, state: gl.constexpr, RULE: gl.constexpr):
+    """Return a token's key [runs, 1, run], values [columns], decay, beta, tree(k * q) and skip, if there is one."""
     pairs, values, numbers = shared
     column: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, state))
     key = gl.expand_dims(pairs.index(token * 2).load(gl.SliceLayout(1, state)), 1)
@@ -99,26 +99,39 @@ def take(shared, token, state: gl.constexpr):
     rate = own.slice(DECAY, 1).load(column)
     share = own.slice(BETA, 1).load(column)
     cross = own.slice(CROSS, 1).load(column)
-    return key, value, rate, share, cross
+    skip = own.slice(SKIP, 1).load(column) if RULE.skip else cross
+    return (key, value, rate, share, cross, skip) if RULE.skip else (key, value, rate, share, cross)
 
 
 @gluon.jit
-def begin_token(state, numbers, LANES: gl.constexpr):
-    """Return the state behind a token's decay, and the sums of each lane's own numbers of state * key."""
+def begin_token(state, numbers, LANES: gl.constexpr, RULE: gl.constexpr):
+    """Return the state behind a token's decay, and the sums of each lane's own numbers of state * key.
+
+    The sums are any numbers where the rule subtracts nothing.
+    """
     state = state * numbers[2][None, :, None]
-    return state, _lane_sums(state * numbers[0], LANES)
+    seen = numbers[1]
+    if RULE.delta:
+        seen = _lane_sums(state * numbers[0], LANES)
+    return state, seen
 
 
 @gluon.jit
-def end_token(shared, token, state, numbers, seen, answers, LANES: gl.constexpr, layout: gl.constexpr):
+def end_token(
+    shared, token, state, numbers, seen, answers, LANES: gl.constexpr, layout: gl.constexpr, RULE: gl.constexpr
+):
     """Store a token's answers and return the state behind the token."""
     columns: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
-    key, value, _, share, cross = numbers
-    seen = _added_lanes(seen, columns)
+    key, value, share, cross = numbers[0], numbers[1], numbers[3], numbers[4]
+    if RULE.delta:
+        seen = _added_lanes(seen, columns)
     query = gl.expand_dims(shared[0].index(token * 2 + 1).load(gl.SliceLayout(1, layout)), 1)
     answer = _added_lanes(_lane_sums(state * query, LANES), columns)
-    change = (value - seen) * share
-    gl.store(answers, answer + cross * change)
+    change = (value - seen) * share if RULE.delta else value * share
+    answer = answer + cross * change
+    if RULE.skip:
+        answer = answer + numbers[5] * value
+    gl.store(answers, answer)
     return state + key * change[None, :, None]
 
 
@@ -126,7 +139,7 @@ def end_token(shared, token, state, numbers, seen, answers, LANES: gl.constexpr,
 def recur_prompts(
     positions, table, matrix, pair, v, scalars, out, KEY_HEADS: gl.constexpr, SHARE: gl.constexpr,
     KEY: gl.constexpr, VALUE: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr, RUN: gl.constexpr,
-    LANES: gl.constexpr, CHUNK: gl.constexpr, ONE: gl.constexpr, overlap: gl.constexpr,
+    LANES: gl.constexpr, RULE: gl.constexpr, CHUNK: gl.constexpr, ONE: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
     """Run step 4 of the contract for some columns of a value head; a program has every n-th row.
 
@@ -188,25 +201,27 @@ def recur_prompts(
                 while token < count:
                     left = until - first - begun  # the part's end
                     ends = gl.minimum(left, count) if left > token else count
-                    own = take(shared, base + token, layout)
-                    state, seen = begin_token(state, own, LANES)
+                    own = take(shared, base + token, layout, RULE)
+                    state, seen = begin_token(state, own, LANES, RULE)
                     for _ in range((ends - token - 1) // 2):  # two tokens: no key moves between registers
                         held, at = base + token, answers + (begun + token) * (HEADS * VALUE)
-                        behind = take(shared, held + 1, layout)
-                        state = end_token(shared, held, state, own, seen, at, LANES, layout)
-                        state, seen = begin_token(state, behind, LANES)
-                        own = take(shared, held + 2, layout)
-                        state = end_token(shared, held + 1, state, behind, seen, at + HEADS * VALUE, LANES, layout)
-                        state, seen = begin_token(state, own, LANES)
+                        behind = take(shared, held + 1, layout, RULE)
+                        state = end_token(shared, held, state, own, seen, at, LANES, layout, RULE)
+                        state, seen = begin_token(state, behind, LANES, RULE)
+                        own = take(shared, held + 2, layout, RULE)
+                        state = end_token(
+                            shared, held + 1, state, behind, seen, at + HEADS * VALUE, LANES, layout, RULE
+                        )
+                        state, seen = begin_token(state, own, LANES, RULE)
                         token += 2
                     if token < ends - 1:
                         held, at = base + token, answers + (begun + token) * (HEADS * VALUE)
-                        behind = take(shared, held + 1, layout)
-                        state = end_token(shared, held, state, own, seen, at, LANES, layout)
+                        behind = take(shared, held + 1, layout, RULE)
+                        state = end_token(shared, held, state, own, seen, at, LANES, layout, RULE)
                         own = behind
-                        state, seen = begin_token(state, own, LANES)
+                        state, seen = begin_token(state, own, LANES, RULE)
                     at = answers + (begun + ends - 1) * (HEADS * VALUE)
-                    state = end_token(shared, base + ends - 1, state, own, seen, at, LANES, layout)
+                    state = end_token(shared, base + ends - 1, state, own, seen, at, LANES, layout, RULE)
                     token = ends
                     if left == token:
                         gl.store(matrix + (write.to(gl.int64) * HEADS + head) * (KEY * VALUE) + here, state)

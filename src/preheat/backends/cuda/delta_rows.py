@@ -1,4 +1,4 @@
-"""The recurrence of the gated delta rule for rows of one token: states come through shared memory, some rows ahead.
+"""The recurrence for rows of one token: states come through shared memory, some rows ahead.
 
 Contract. As :mod:`preheat.backends.cuda.delta_kernels`: the same operations in the same order, so the same bits. A row
 that decodes moves its whole state for one token, so the bandwidth of memory is the limit. A program that reads a state,
@@ -78,7 +78,8 @@ def _window(
 def recur_rows(
     x, positions, table, window, matrix, pair, v, scalars, out, stride, KEY_HEADS: gl.constexpr,
     SHARE: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr, TAPS: gl.constexpr, PARTS: gl.constexpr,
-    COLUMNS: gl.constexpr, RUN: gl.constexpr, LANES: gl.constexpr, PLACES: gl.constexpr, overlap: gl.constexpr,
+    COLUMNS: gl.constexpr, RUN: gl.constexpr, LANES: gl.constexpr, RULE: gl.constexpr, PLACES: gl.constexpr,
+    overlap: gl.constexpr,
 ):  # fmt: skip
     """Run step 4 of the contract for some columns of a value head, and keep windows; a program has every n-th row.
 
@@ -125,10 +126,10 @@ def recur_rows(
             x, window, row, head * BLOCKS + block, stride, 2 * KEY_HEADS * KEY + HEADS * VALUE, TAPS, HEADS * BLOCKS
         )
         state = gl.where(row[3], 0.0, states.index(place).load(layout))
-        own = take(shared, place, layout)
-        state, seen = begin_token(state, own, LANES)
+        own = take(shared, place, layout, RULE)
+        state, seen = begin_token(state, own, LANES, RULE)
         state = end_token(
-            shared, place, state, own, seen, out + (row[0] * HEADS + head) * VALUE + column, LANES, layout
+            shared, place, state, own, seen, out + (row[0] * HEADS + head) * VALUE + column, LANES, layout, RULE
         )
         gl.store(matrix + (row[2] * HEADS + head) * (KEY * VALUE) + here, state)
         gl.store(to, kept, mask=inside)

@@ -7,7 +7,7 @@ from typing import Any
 
 from preheat.backends.cuda.card import Card, refused
 from preheat.backends.support import matmuls
-from preheat.ops.values import DELTA, Cache, Experts, Recurrence, Value
+from preheat.ops.values import Cache, Experts, Recurrence, Value
 
 WIDE_FLOAT32 = 147_456
 """Bytes of shared memory that prompts need in float32 with heads of more than 128 numbers."""
@@ -54,8 +54,6 @@ def _experts(_: Card, value: Experts) -> str | None:
 
 
 def _recurrence(_: Card, value: Recurrence) -> str | None:
-    if value.rule != DELTA:
-        return "states of another rule than the gated delta rule have no kernel on a GPU yet: use --device cpu"
     if KEYS[0] <= value.key_dim <= KEYS[1] and VALUES[0] <= value.value_dim <= VALUES[1]:
         return None
     return (
