@@ -81,10 +81,13 @@ too. Encoders of images and sound are not loaded, and images are refused.
 
 ## Models with states
 
-Most layers of Qwen3-Next and Qwen3.5 keep a state of a sequence in place of keys and values: the last inputs of a
-convolution and a matrix of float32 for each value head. Prompts and decoding run one recurrence, token after token. The
-order of every sum is stated (`src/preheat/ops/delta.py`). So a state is a value of the tokens before it, and chunks,
-batches and preemption change no bit: `tests/cpu/test_delta.py`, `tests/cpu/test_hybrids.py`.
+Most layers of Qwen3-Next, Qwen3.5 and Granite 4 H keep a state of a sequence in place of keys and values: the last
+inputs of a convolution and a matrix of float32 for each value head. Prompts and decoding run one recurrence, token
+after token. The order of every sum is stated (`src/preheat/ops/delta.py`). So a state is a value of the tokens before
+it, and chunks, batches and preemption change no bit: `tests/cpu/test_delta.py`, `tests/cpu/test_hybrids.py`.
+
+Qwen's rule is the gated delta rule, and Granite's is that of Mamba 2. Both are one operation: the differences are the
+fields of a `StateRule` (`src/preheat/ops/values.py`, `tests/cpu/test_state_rules.py`).
 
 - They run on a CPU, in `--execution-mode eager`. Step 4 of the contract is a compiled function there.
 - They run on a GPU, eager or by graphs. One kernel takes rows that decode and prompts, token after token. The order of
@@ -95,6 +98,9 @@ batches and preemption change no bit: `tests/cpu/test_delta.py`, `tests/cpu/test
 - More state slots hold the states that [hits and drafts](#kept-states) need.
 - Ranks divide the heads of a state by key heads, and so its convolution. On a CPU one,
   two and four ranks give the same bits, and so do one GPU and two.
+- Granite 4 H has one norm of all heads of a layer (`mamba_n_groups` 1), which ranks cannot share: several ranks are
+  refused there. With more groups, ranks have whole groups.
+- A `time_step_limit` counts for prompts and for decoding. In transformers it counts for prompts alone.
 - The layer that drafts (`mtp.*`) is read for method `mtp` alone
   ([speculation](speculation.md#layers-that-predict-one-token-further)). Encoders of images (`model.visual.*`) are not
   loaded. Images are refused.
@@ -180,11 +186,13 @@ def _row(family: Callable[[Config], ModelSpec], names: list[str]) -> str:
     assert sizes, f"no checkpoint of {names} is compared with transformers"
     cells = ["<br>".join(f"`{name}`" for name in names), adds, "<br>".join(dict.fromkeys(sizes)), "yes"]
     stacked = GPT_OSS in names
+    together = any(isinstance(each.attention, DeltaSpec) and each.attention.value.rule.normed > 1
+                   for spec in specs for each in spec.layers)  # fmt: skip
     return _line(
         [
             *cells,
             "yes",
-            "whole experts" if stacked else "no" if whole else "yes",
+            "whole experts" if stacked else "no" if whole else "whole norms" if together else "yes",
             "mxfp4" if stacked else "not yet" if states else _offered(OPTIONS["quantization"]),
         ]
     )

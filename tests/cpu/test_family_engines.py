@@ -33,7 +33,7 @@ ONLY_DATA = {
 }  # fmt: skip
 """Models that differ from others by tables alone, or in the shapes and parts of their layers that others have."""
 
-EAGER_ALONE = {"kv_lora_rank", "linear_num_value_heads", "hidden_size_per_layer_input"}
+EAGER_ALONE = {"kv_lora_rank", "linear_num_value_heads", "mamba_n_heads", "hidden_size_per_layer_input"}
 """Fields of models that compiled layers do not run: latent vectors, states, and inputs of layers."""
 
 DENSE: dict[str, Model] = {

@@ -214,8 +214,15 @@ ORDERED = {
     "phi4 mini": {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"},
     "qwen3.5": {"in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a", "out_proj", "q_proj", "k_proj", "v_proj",
                 "o_proj", "gate_proj", "up_proj", "down_proj"},
+    "granite 4 h": {"in_proj", "out_proj", "q_proj", "k_proj", "v_proj", "o_proj", "input_linear", "output_linear"},
 }  # fmt: skip
 """Models with rows in another order, and their modules."""
+
+WIDER: dict[str, dict[str, int]] = {
+    "qwen3.5": {"linear_num_value_heads": 8},
+    "granite 4 h": {"mamba_n_heads": 24, "mamba_d_head": 8, "shared_intermediate_size": 64},
+}  # fmt: skip
+"""Sizes for words of eight numbers."""
 
 
 @pytest.mark.parametrize("model", ORDERED)
@@ -223,12 +230,12 @@ ORDERED = {
 def test_rows_that_are_loaded_in_another_order(name: str, model: str, tmp_path: Path) -> None:
     """Fused parts are loaded in another order of rows.
 
-    The models rotate a part of each head; Qwen3.5 has gates beside the queries, and layers with states.
+    The models rotate a part of each head; Qwen3.5 has gates beside the queries, and layers with states; Granite 4 H has
+    one module for all inputs of a state.
     """
     kind, tokens = KINDS[name], random_tokens(40)
     family, sizes = MODELS[model]
-    wider = {"linear_num_value_heads": 8} if model == "qwen3.5" else {}  # a word has eight numbers
-    modules = made(tmp_path, kind, (family, sizes | wider))
+    modules = made(tmp_path, kind, (family, sizes | WIDER.get(model, {})))
     assert {module.rpartition(".")[2] for module in modules} == ORDERED[model]
     right = quantized.reference_logits(tmp_path / "plain", tokens, kind, modules)
     error = error_at_each_position(logits_of(open_decoder(tmp_path / "quantized"), tokens), right)

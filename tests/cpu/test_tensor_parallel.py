@@ -61,9 +61,13 @@ NAMES = (
     "deepseek v3",
     "deepseek v2 lite",
     "qwen3-next",
+    "granite 4 h with experts",
 )
 TOKENS = 24
-OF_RANKS = {"qwen3-next": {"linear_num_key_heads": 4, "linear_num_value_heads": 8}}
+OF_RANKS = {
+    "qwen3-next": {"linear_num_key_heads": 4, "linear_num_value_heads": 8},
+    "granite 4 h with experts": {"mamba_n_groups": 4, "mamba_conv_bias": True},
+}
 """Sizes that four ranks can divide."""
 
 
@@ -123,6 +127,15 @@ def test_the_state_of_another_ranks_head_is_seen(tmp_path, monkeypatch):
     monkeypatch.setattr(DeltaSpec, "own_heads", property(lambda self: (0, self.value.value_heads)))
     wrong = on_ranks(2, tmp_path / "wrong", lambda c: logits_on(c, tmp_path / "model"))
     assert not torch.equal(right[0], wrong[0])
+
+
+def test_ranks_do_not_share_a_norm_of_all_heads(tmp_path):
+    """Granite 4 H has one norm of all heads of a layer; one rank may be summed as many."""
+    save_checkpoint(MODELS["granite 4 h"], tmp_path)
+    spec = read_spec(read_config(tmp_path))
+    assert shard(spec, 0, 1).layers[0].attention.value == spec.layers[0].attention.value
+    with pytest.raises(ModelError, match=r"the norm of 12 heads together, model\.layers\.0\.mamba\.norm, yet"):
+        shard(spec, 0, 2)
 
 
 def test_bits_in_bfloat16(tmp_path):

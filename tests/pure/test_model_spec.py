@@ -12,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from preheat.backends.cuda.card import HOPPER
+from preheat.backends.cuda.lacking import lacking
 from preheat.errors import ModelError, SettingsError
 from preheat.limits import resolve_limits
 from preheat.model.attention_specs import RopeSpec
@@ -486,6 +488,61 @@ def config_of(architecture: str, **changes: Any) -> dict[str, Any]:
         tower = {"out_hidden_size": config["hidden_size"], "depth": 2}
         return {"architectures": [architecture], "text_config": text, "vision_config": tower, "image_token_id": 0}
     return config | {own: config[name] for name, names in OWN_NAMES.items() for own in names}
+
+
+GRANITE_4_H = {
+    "350m": {
+        "hidden_size": 768, "intermediate_size": 2048, "shared_intermediate_size": 2048, "num_attention_heads": 12,
+        "num_key_value_heads": 4, "mamba_n_heads": 48, "mamba_d_head": 32, "num_hidden_layers": 32,
+    },
+    "1b": {
+        "hidden_size": 1536, "intermediate_size": 4096, "shared_intermediate_size": 4096, "num_attention_heads": 12,
+        "num_key_value_heads": 4, "mamba_n_heads": 48, "mamba_d_head": 64,
+    },
+    "micro": {
+        "hidden_size": 2048, "intermediate_size": 8192, "shared_intermediate_size": 8192, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "mamba_n_heads": 64, "mamba_d_head": 64,
+    },
+    "tiny": {
+        "hidden_size": 1536, "intermediate_size": 512, "shared_intermediate_size": 1024, "num_attention_heads": 12,
+        "num_key_value_heads": 4, "mamba_n_heads": 48, "mamba_d_head": 64, "num_local_experts": 64,
+        "num_experts_per_tok": 6,
+    },
+    "small": {
+        "hidden_size": 4096, "intermediate_size": 768, "shared_intermediate_size": 1536, "num_attention_heads": 32,
+        "num_key_value_heads": 8, "mamba_n_heads": 128, "mamba_d_head": 64, "num_local_experts": 72,
+        "num_experts_per_tok": 10,
+    },
+}  # fmt: skip
+"""Sizes of the released models."""
+GRANITE_4_H_FIELDS: dict[str, Any] = {
+    "architectures": ["GraniteMoeHybridForCausalLM"], "model_type": "granitemoehybrid", "attention_bias": False,
+    "attention_dropout": 0.0, "attention_multiplier": 0.015625, "bos_token_id": 100257, "dtype": "bfloat16",
+    "embedding_multiplier": 12, "eos_token_id": 100257, "hidden_act": "silu", "init_method": "mup",
+    "initializer_range": 0.1, "logits_scaling": 8, "mamba_chunk_size": 256, "mamba_conv_bias": True,
+    "mamba_d_conv": 4, "mamba_d_state": 128, "mamba_expand": 2, "mamba_n_groups": 1, "mamba_proj_bias": False,
+    "max_position_embeddings": 131072, "normalization_function": "rmsnorm", "num_experts_per_tok": 0,
+    "num_hidden_layers": 40, "num_local_experts": 0, "output_router_logits": False, "pad_token_id": 100256,
+    "position_embedding_type": "nope", "residual_multiplier": 0.22, "rms_norm_eps": 1e-5, "rope_scaling": None,
+    "rope_theta": 10000, "router_aux_loss_coef": 0.01, "tie_word_embeddings": True, "use_cache": True,
+    "vocab_size": 100352,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", GRANITE_4_H)
+def test_released_models_with_states_of_mamba_2_are_read(name):
+    """Both cards and CPUs run them; layers have the kinds of the released files."""
+    config = GRANITE_4_H_FIELDS | GRANITE_4_H[name]
+    kinds = ["mamba"] * config["num_hidden_layers"]
+    kinds[5::10] = ["attention"] * len(kinds[5::10])
+    spec = read_spec(config | {"layer_types": kinds})
+    assert [isinstance(each.attention, DeltaSpec) for each in spec.layers] == [kind == "mamba" for kind in kinds]
+    assert all(each.rope is None for each in spec.attentions)
+    assert spec.has_experts == (config["num_local_experts"] > 0)
+    value = spec.layers[0].attention.value
+    assert value.rule.normed == value.value_heads == config["mamba_n_heads"]
+    assert lacking(HOPPER, value) is None
+    assert spec == read_spec(config | {"layers_block_type": kinds})
 
 
 @given(

@@ -128,7 +128,7 @@ REFUSED: Mapping[str, str] = {
         --additional-config={}""",
     "there is only one kind of sleep, see docs/sleep.md": """--sleep-mode-backend= --sleep-mode-offload-cudagraph
         --sleep-preserve-parameter-names= --enable-cumem-allocator --enable-nccl-comm-suspend""",
-    "state-space models are not supported": """--mamba-backend= --mamba-cache-dtype=auto
+    "a state has one kernel on each device, and its numbers are float32": """--mamba-backend= --mamba-cache-dtype=auto
         --mamba-cache-philox-rounds= --mamba-config={} --mamba-ssm-cache-dtype=auto
         --mamba-ssu-algorithm= --enable-mamba-cache-stochastic-rounding --enable-mamba-shared-prefix-checkpoint
         --enable-mamba-fine-grained-prefix-cache --use-replayssm --replayssm-buffer-len= --max-num-active-seqs=""",

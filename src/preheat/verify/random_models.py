@@ -32,7 +32,8 @@ WITH_EXPERTS = (
 WITH_WINDOWS, WITH_ALIBI = "Gemma3ForCausalLM", "MptForCausalLM"
 WITH_LATENTS = ("DeepseekV2ForCausalLM", "DeepseekV3ForCausalLM", "Glm4MoeLiteForCausalLM")
 WITH_SINKS, WITH_SIZES = "GptOssForCausalLM", "Gemma4ForCausalLM"
-WITH_STATES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM")
+WITH_MAMBA = "GraniteMoeHybridForCausalLM"
+WITH_STATES = ("Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM", WITH_MAMBA)
 """Families with a state in most layers."""
 
 BIASED = ("LlamaForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", WITH_WINDOWS)
@@ -143,10 +144,7 @@ def _beside_llama(draw: random.Random, family: str, dim: int) -> dict[str, Any]:
     )
     half = {"partial_rotary_factor": 0.5 if dim % 4 == 0 else 1.0}
     yarn = {"rope_type": "yarn", "factor": 2.0, "original_max_position_embeddings": draw.randrange(16, POSITIONS // 2)}
-    factors = {
-        "embedding_multiplier": draw.uniform(1, 20), "attention_multiplier": dim**-0.5 * draw.uniform(0.5, 2),
-        "residual_multiplier": draw.uniform(0.1, 1), "logits_scaling": draw.uniform(1, 16),
-    }  # fmt: skip
+    factors = _factors(draw, dim)
     own: dict[str, dict[str, Any]] = {
         "ArceeForCausalLM": {"hidden_act": "relu2", "mlp_bias": flip},
         "CohereForCausalLM": {"attention_bias": flip},
@@ -166,11 +164,38 @@ def _beside_llama(draw: random.Random, family: str, dim: int) -> dict[str, Any]:
     return own.get(family, {})
 
 
+def _factors(draw: random.Random, dim: int) -> dict[str, Any]:
+    """Return Granite's factors, for heads of ``dim`` numbers."""
+    return {
+        "embedding_multiplier": draw.uniform(1, 20), "attention_multiplier": dim**-0.5 * draw.uniform(0.5, 2),
+        "residual_multiplier": draw.uniform(0.1, 1), "logits_scaling": draw.uniform(1, 16),
+    }  # fmt: skip
+
+
+def _mamba(draw: random.Random, dim: int, even: bool) -> dict[str, Any]:
+    """Return the fields of a model with states of Mamba 2, and with experts or without."""
+    hidden, size = EVEN * draw.randint(2, 12), draw.choice((8, 16, 32, 64))
+    heads, count = 2 * hidden // size, draw.choice((0, 4, 6, 8))
+    found: dict[str, Any] = {
+        "hidden_size": hidden, "mamba_n_heads": heads, "mamba_d_head": size, "mamba_expand": 2,
+        "mamba_n_groups": draw.choice([groups for groups in (1, 1, 2, 4) if heads % groups == 0]),
+        "mamba_d_state": draw.choice((8, 16, 32, 64)), "mamba_d_conv": draw.randint(2, 5),
+        "mamba_conv_bias": draw.random() < 0.7, "mamba_proj_bias": draw.random() < 0.3,
+        "shared_intermediate_size": _width(draw, 300, even), "num_local_experts": count,
+        "position_embedding_type": draw.choice(("nope", "rope")),
+    }  # fmt: skip
+    if draw.random() < 0.3:
+        found["time_step_limit"] = [draw.uniform(0, 0.2), draw.uniform(0.3, 2)]
+    return found | _factors(draw, dim) | ({"num_experts_per_tok": draw.randint(1, 3)} if count else {})
+
+
 def _states(draw: random.Random, family: str, dim: int, even: bool) -> dict[str, Any]:
     """Return the fields of a model with states; at least one layer has keys."""
     layers, heads = draw.randint(2, 4), draw.randint(1, 3)
     kinds = ["linear_attention"] * layers
     kinds[draw.randrange(layers)] = "full_attention"
+    if family == WITH_MAMBA:
+        return {"num_hidden_layers": layers, "layer_types": kinds} | _mamba(draw, dim, even)
     found: dict[str, Any] = {
         "num_hidden_layers": layers, "layer_types": kinds, "linear_num_key_heads": heads,
         "linear_num_value_heads": heads * draw.randint(1, 3), "linear_key_head_dim": draw.choice((8, 16, 32, 64)),

@@ -42,7 +42,7 @@ def granite_hybrid(config: Config) -> ModelSpec:
     )  # fmt: skip
     config.require_silu()
     config.refuse("normalization_function", "rmsnorm")
-    config.refuse("position_embedding_type", "nope", "rope")
+    config.refuse("position_embedding_type", "nope", "rope", "absolute")  # old libraries write "absolute"
     hidden, value, rope = config.size("hidden_size"), _recurrence(config), config.rope()
     turns = config.get("position_embedding_type") == "rope"
     factor = config.positive("residual_multiplier", 1.0)

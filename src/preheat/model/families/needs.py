@@ -12,7 +12,8 @@ from preheat.utils.encoders import ENCODERS
 _ENCODER = "attention that looks ahead (an encoder)"
 _HEAD = "a head that is not read: an encoder makes embeddings, scores and classes"
 _CROSS = "an encoder, and attention to its output"
-_STATES = "layers with a state of another recurrence than the gated delta rule (state-space or linear attention)"
+_STATES = "layers with a state of another recurrence than the gated delta rule and Mamba 2"
+_ALONE = "layers of a single block: a state of Mamba 2, attention, an MLP or experts"
 _LATENT = "keys and values compressed to a latent vector (MLA), in another form than DeepSeek's"
 _SPARSE = "attention to keys that an indexer chooses"
 _SINKS = "attention with a sink for each head"
@@ -36,11 +37,14 @@ NEEDS: Mapping[str, str] = {
     "Bart": _CROSS, "BigBirdPegasus": _CROSS, "Blenderbot": _CROSS, "M2M100": _CROSS, "MBart": _CROSS, "MT5": _CROSS,
     "Marian": _CROSS, "Musicgen": _CROSS, "Mvp": _CROSS, "PLBart": _CROSS, "Pegasus": _CROSS, "ProphetNet": _CROSS,
     "T5": _CROSS, "TrOCR": _CROSS, "Whisper": _CROSS,
-    "BailingHybrid": _STATES, "Bamba": _STATES, "FalconH1": _STATES, "FalconMamba": _STATES,
-    "GraniteMoeHybrid": _STATES, "Jamba": _STATES, "KimiLinear": _STATES, "Lfm": _STATES, "Mamba": _STATES,
-    "MiniMaxFor": _STATES, "MiniMaxM1": _STATES, "MiniMaxText": _STATES, "Nemotron_H": _STATES, "NemotronH": _STATES,
+    "BailingHybrid": _STATES, "Bamba": "a family file: states of Mamba 2 exist, and heads that turn in part",
+    "FalconH1": "layers with a state of Mamba 2 and attention side by side, with factors inside of both",
+    "FalconMamba": _STATES, "Jamba": _STATES, "KimiLinear": _STATES, "Lfm": _STATES, "Mamba": _STATES,
+    "Mamba2": "a cache without keys: states of Mamba 2 run beside layers with attention",
+    "MiniMaxFor": _STATES, "MiniMaxM1": _STATES, "MiniMaxText": _STATES, "Nemotron_H": _ALONE, "NemotronH": _ALONE,
     "OlmoHybrid": "states with heads of any size, and with betas up to 2", "Plamo2": _STATES, "Qwen4Exp": _STATES,
-    "RecurrentGemma": _STATES, "Rwkv": _STATES, "RWKV": _STATES, "Zamba": _STATES, "Zaya": _STATES, "xLSTM": _STATES,
+    "RecurrentGemma": _STATES, "Rwkv": _STATES, "RWKV": _STATES, "Zamba": _STATES,
+    "Zamba2": "layers that share one set of weights: states of Mamba 2 exist", "Zaya": _STATES, "xLSTM": _STATES,
     "Inkling": _STATES,
     "AXK1": _LATENT, "AXK2": _SPARSE, "Deepseek": _LATENT, "DeepseekV32": _SPARSE, "DeepseekV4": _SPARSE,
     "Dots3": _SPARSE, "GlmMoeDsa": _SPARSE, "HYV4": _SPARSE, "KimiK2": _LATENT,
