@@ -144,6 +144,14 @@ class Made:
         return self._beside_text("states", own | sizes | {"num_hidden_layers": 2})
 
     @cache  # noqa: B019 - one object
+    def mamba(self) -> Path:
+        """A model with the other rule of states; its layers without one do not turn."""
+        own = {"architectures": ["GraniteMoeHybridForCausalLM"], "layer_types": ["mamba", "attention"]}
+        sizes = {"mamba_n_heads": self.config["hidden_size"] // 8, "mamba_d_head": 16, "mamba_d_state": 16,
+                 "num_local_experts": 0, "shared_intermediate_size": 64}  # fmt: skip
+        return self._beside_text("mamba", own | sizes | {"num_hidden_layers": 2})
+
+    @cache  # noqa: B019 - one object
     def states_and_experts(self) -> Path:
         own = json.loads((self.states() / "config.json").read_text())
         experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64}
@@ -174,6 +182,7 @@ class Made:
         kind = next(special, "experts" if "expert_parallel" in names else None)
         if "states" in names:
             kind = "seeing_states" if "any_size" in names else kind
+            kind = "mamba" if kind == "states" and {"w8a8", "w4a16"} & set(names) else kind
             kind = "states_and_experts" if kind == "states" and "expert_parallel" in names else kind
         return getattr(self, kind)() if kind else self.text
 

@@ -151,6 +151,8 @@ def test_the_comparison_can_fail(tmp_path):
         "mpt": {"attn_config": {"alibi_bias_max": 7}},
         "mpt with six heads": {"attn_config": {"softmax_scale": 0.3}},
         "phi3 with longrope": {"original_max_position_embeddings": 99},
+        "granite 4 h": {"position_embedding_type": "rope"},
+        "granite 4 h with experts": {"time_step_limit": [0.1, 0.7]},
     }.items():
         folder = tmp_path / name
         reference = save_checkpoint(MODELS[name], folder)
