@@ -72,7 +72,12 @@ CHANGES: dict[str, dict[str, Any]] = {
     "qwen3.5 tied": {"layer_types": STATE_THEN_FULL, "linear_key_head_dim": 64},
     "qwen3.5 moe": {"layer_types": STATE_THEN_FULL, "linear_key_head_dim": 64},
     "granite 4 h": {"layer_types": STATE_THEN_FULL, "mamba_n_heads": 16, "mamba_d_head": 32, "mamba_d_state": 128},
-    "granite 4 h with experts": {"layer_types": STATE_THEN_FULL, "mamba_n_heads": 16, "mamba_d_state": 64},
+    "granite 4 h with experts": {  # one group: older transformers take the norm of all groups together
+        "layer_types": STATE_THEN_FULL,
+        "mamba_n_heads": 16,
+        "mamba_d_state": 64,
+        "mamba_n_groups": 1,
+    },
     **{name: {"head_dim": 16} for name, (_, changes) in MODELS.items() if "kv_lora_rank" in changes},
     "gemma 4": {"num_hidden_layers": 5, "global_head_dim": 512, "vocab_size_per_layer_input": VOCAB},
     "gemma 4 with experts": {"num_hidden_layers": 5, "global_head_dim": 128, "sliding_window": 100},
