@@ -19,7 +19,7 @@ from typing import Any
 
 import pytest
 
-SILENT = ("__init__", "machine")
+SILENT = ("__init__", "compiler", "machine")
 """Modules that write no sources."""
 
 

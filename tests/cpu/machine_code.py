@@ -12,8 +12,8 @@ from preheat.backends.cpu.llvm.targets import Target
 
 _WRITE = """
 import pickle, sys
-from preheat.backends.cpu.llvm import machine, targets
-module, made = machine.optimized(sys.stdin.read(), targets.Target(*sys.argv[1:]))
+from preheat.backends.cpu.llvm import compiler, targets
+module, made = compiler.optimized(sys.stdin.read(), targets.Target(*sys.argv[1:]))
 sys.stdout.buffer.write(pickle.dumps((made.emit_assembly(module), made.emit_object(module))))
 """
 _MACH_O, _SYMTAB, _TYPE = b"\xcf\xfa\xed\xfe", 2, 0x0E

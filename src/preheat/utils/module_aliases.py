@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Callable, Mapping, Sequence
-from importlib.abc import Loader, MetaPathFinder
 from importlib.machinery import ModuleSpec
 from types import CodeType, ModuleType
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.abc import Loader, MetaPathFinder
+else:  # the classes import archives and temporary files, a third of ``import preheat``, and add nothing here
+    Loader, MetaPathFinder = (type(name, (), {}) for name in ("Loader", "MetaPathFinder"))
 
 Names = Mapping[str, Callable[[], object]]
 """The names in a module, and a function that returns the object of each."""
