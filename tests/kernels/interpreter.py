@@ -7,7 +7,8 @@ rounds to even; and a product adds in an order that follows the shapes, where a 
 Most of its time goes into Python objects around small arrays. These are made once and kept: the types of blocks, the
 shapes of tensors, numpy's types, blocks of one number and the functions of triton.language that interpret. Operands of
 one type are not examined. Sums of integers are not computed a second time in 64 bits to look for an overflow: the
-interpreter drops the result of this check.
+interpreter drops the result of this check. Operators learn what they make of the types of their operands: see
+``operators.py``.
 """
 
 import functools
@@ -21,11 +22,14 @@ import triton.language as tl
 from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
+from tests.kernels.operators import quick, quick_load
+
 _patch_tensor = interpreter._patch_lang_tensor
 _patch_lang = interpreter._patch_lang
 _cast = interpreter.InterpreterBuilder.cast_impl
 _np_dtype = interpreter._get_np_dtype
-_builtin = tl.core.load.__code__
+_load = tl.core.load
+_builtin = _load.__code__
 _unwrap, _equal_dtypes = tl.core._unwrap_if_constexpr, tl.core.dtype.__eq__
 _broadcast = TritonSemantic.broadcast_impl_value
 _cast_other = TritonSemantic.cast
@@ -54,6 +58,7 @@ def mend():
     tl.core.tensor.__init__ = _tensor
     tl.core.dtype.__eq__ = _same_dtype
     tl.core._unwrap_if_constexpr = _unwrapped
+    tl.str_to_ty = functools.cache(tl.str_to_ty)
     TritonSemantic.broadcast_impl_value = _of_one_shape
     TritonSemantic.splat = _splat
     TritonSemantic.cast = _cast_value
@@ -140,7 +145,8 @@ def _interpreted(obj, name, member, builder, scope):
         kwargs["_semantic"] = interpreter.interpreter_semantic
         return inner(*args, **kwargs)
 
-    scope.set_attr(obj, name, interpret)
+    learned = quick(name, interpret) if obj is tl.tensor else interpret
+    scope.set_attr(obj, name, quick_load(interpret) if member is _load else learned)
 
 
 def _call(self, *args, **kwargs):
