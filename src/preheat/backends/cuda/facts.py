@@ -32,7 +32,12 @@ FACTS = Facts(
     ignored=NO_BRIDGE,
     lacks={
         ("expert_parallel", "adapters"): "nobody has written the terms of experts that are dealt to ranks there",
-        **{("expert_parallel", kind): "no two GPUs have run it" for kind in ("images", "any_size")},
+        **{
+            ("expert_parallel", kind): "no two GPUs have run it"
+            for kind in ("images", "any_size", "draft_model", "eagle3", "mtp")
+        },
+        ("tensor_parallel", "eagle3"): "no two GPUs have run it",
+        ("pipeline", "draft_model"): "no two GPUs have run it",
         ("pipeline", "tensor_parallel"): "a GPU is in one group of ranks so far",
         ("states", "pooling"): "no GPU has run it",
         ("audit",): "the digests of the audit are computed on the host",

@@ -48,8 +48,10 @@ FACTS = Facts(
         ("pipeline",): "nobody has tried stages there",
         ("audit",): "the digests of the audit are computed on the host",
         ("receipts",): "its sample program has no digest of the logits yet",
-        ("tensor_parallel", "text_drafts"): "nobody has tried it there",
-        **{("tensor_parallel", kind): "nobody has tried it there" for kind in ("images", "any_size", "prompt_embeds")},
+        **{
+            ("tensor_parallel", kind): "nobody has tried it there"
+            for kind in ("text_drafts", "draft_model", "images", "any_size", "prompt_embeds")
+        },
         ("eagle3",): "its programs have never run with an EAGLE-3 head",
         ("mtp",): "its programs have never run with a layer that predicts ahead",
         **{("tensor_parallel", kind): "ranks have no kernels for quantized layers there" for kind in DEQUANTIZED},
