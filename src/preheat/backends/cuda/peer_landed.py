@@ -1,12 +1,12 @@
 """Sums over ranks whose parts have been copied to the rank that adds them, alone or with residual and norm.
 
-Contract. Bits are those of :mod:`preheat.backends.cuda.peer_kernels`, and with a norm those of
+Contract. The bits equal the bits of :mod:`preheat.backends.cuda.peer_kernels`, and with a norm the bits of
 :mod:`preheat.backends.cuda.peer_norm`.
 
 Of many rows, a copy engine moves each sum into the memory of the rank that adds it, while the rank computes other rows,
-see :class:`preheat.backends.cuda.collective.Landing`. The kernels here add what has landed, and send the results. Their
-programs raise and await their flags twice: when all sums have landed, and when all results have. A rank that has seen
-the second flags knows that the others have read its sums, so it may copy the next ones.
+see :class:`preheat.backends.cuda.collective.Landing`. The kernels here add the sums that have landed, and send the
+results. Their programs raise and await their flags twice: when all sums have landed, and when all results have. A rank
+that has seen the second flags knows that the others have read its sums, so it may copy the next ones.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def _add(
     bias, out, landed, returned, flags, epochs, silent, share, size, room, outputs, patience, RANK: tl.constexpr,
     WORLD: tl.constexpr, BLOCK: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Add what all ranks have copied to ``landed``, and write all ranks' results to ``out``.
+    """Add the sums that all ranks have copied to ``landed``, and write all ranks' results to ``out``.
 
     ``out`` has ``size`` numbers in rows of ``outputs``. Rank r adds ``share`` of them from ``r * share`` on. ``landed``
     and ``returned`` are the memory of each rank, with ``room`` numbers for each other rank.
