@@ -19,6 +19,7 @@ from preheat.backends.base.backend import Backend
 from preheat.backends.base.device import HOST_COPIES
 from preheat.backends.cuda import delta_kernels as kernels
 from preheat.backends.cuda.delta_finish import WARP, finish_heads
+from preheat.backends.cuda.delta_norm import finish_together
 from preheat.backends.cuda.delta_prepare import prepare_heads, serves, value_unit
 from preheat.backends.cuda.delta_prompts import recur_prompts
 from preheat.backends.cuda.delta_rows import recur_rows
@@ -82,8 +83,8 @@ PREPARE_DECODING: Tile | None = Tile(1, 2)
 PREPARE_PROMPTS: Tile | None = Tile(4, 4)
 """For steps of decoding rows only, whose tokens share nothing, and for other steps; None: one token, head by head."""
 
-WARP_NUMBERS = 1024
-"""Numbers of a norm for each warp of :func:`~preheat.backends.cuda.delta_kernels.finish`."""
+TOGETHER, TOGETHER_WARPS = 16, 4
+"""Heads of one norm that :func:`~preheat.backends.cuda.delta_norm.finish_together` takes at a time, and its warps."""
 
 WINDOW_UNITS = 64
 """Programs that keep the windows of a row behind its prompt."""
@@ -213,7 +214,8 @@ class CudaRecurrences:
     def finish(self, x: Tensor, answers: Tensor, weights: DeltaWeights, out: Tensor) -> None:
         """Fill ``out`` with the gated norm of ``answers`` [tokens, value heads, value dim]."""
         value, rule, norm = weights.value, weights.value.rule, weights.norm
-        given = x, self.words, answers, norm, out, x.stride(0), 1.0 / (rule.normed * value.value_dim), weights.eps
+        share = 1.0 / (rule.normed * value.value_dim)
+        given = x, self.words, answers, norm, out, x.stride(0), share, weights.eps
         sizes = {
             "CHANNELS": value.channels, "HEADS": value.value_heads, "VALUE": value.value_dim,
             "OWNERS": self._table.owners_at, "enable_fp_fusion": False,
@@ -225,10 +227,16 @@ class CudaRecurrences:
                 *given, **sizes, ROWS=heads, **options(num_warps=FINISH_WARPS, num_stages=1)
             )
             return
-        numbers = kernels.next_power(rule.normed) * value.value_dim
-        kernels.finish[(len(x), value.value_heads // rule.normed)](
-            *given, **sizes, EACH=norm.dim() > 1, RULE=rule,
-            **options(num_warps=min(max(numbers // WARP_NUMBERS, 1), 8), num_stages=1),
+        if rule.normed == 1:
+            kernels.finish[len(x), value.value_heads](
+                *given, **sizes, EACH=norm.dim() > 1, RULE=rule, **options(num_warps=1, num_stages=1)
+            )
+            return
+        sums = answers.new_empty(len(x), value.value_heads)
+        finish_together[len(x), value.value_heads // rule.normed](
+            x, self.words, answers, norm, sums, out, x.stride(0), share, weights.eps, **sizes,
+            EACH=norm.dim() > 1, RULE=rule, ROWS=min(TOGETHER, kernels.next_power(rule.normed)),
+            **options(num_warps=TOGETHER_WARPS, num_stages=1),
         )  # fmt: skip
 
     def recur(self, inputs: StepInputs, x: Tensor, value: Recurrence, states: DeltaStates, made: list[Tensor]) -> None:

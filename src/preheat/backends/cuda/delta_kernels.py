@@ -374,26 +374,23 @@ def finish(
     x, table, out, norm, result, stride, share, eps, CHANNELS: tl.constexpr, HEADS: tl.constexpr, VALUE: tl.constexpr,
     OWNERS: tl.constexpr, EACH: tl.constexpr, RULE: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Run step 5 of the contract, for the value heads of one norm and token a program.
+    """Run step 5 of the contract, for a token and value head a program.
 
     ``EACH``: each head has weights of its own. A padding token's result is zero.
     """
-    WIDE: tl.constexpr = next_power(RULE.normed)
-    row, value = tl.arange(0, WIDE)[:, None], tl.arange(0, VALUE)[None, :]
-    at = (tl.program_id(1) * RULE.normed + row) * VALUE + value
-    inside = (row < RULE.normed) & (value >= 0)
-    weight = tl.load(norm + (at if EACH else value + 0 * row), mask=inside, other=0.0)  # no kernel writes weights
+    value = tl.arange(0, VALUE)
+    at = tl.program_id(1) * VALUE + value
+    weight = tl.load(norm + (at if EACH else value))  # no kernel writes weights
     begin(overlap)
     token = tl.program_id(0).to(tl.int64)
     here = token * (HEADS * VALUE) + at
     if tl.load(table + OWNERS + 2 * token) == 0:
-        tl.store(result + here, tl.zeros([WIDE, VALUE], result.dtype.element_ty), mask=inside)
+        tl.store(result + here, tl.zeros([VALUE], result.dtype.element_ty))
     else:
-        wide = tl.load(out + here, mask=inside, other=0.0)
-        gate = silu(tl.load(x + token * stride + CHANNELS + at, mask=inside, other=0.0).to(tl.float32))
+        wide = tl.load(out + here)
+        gate = silu(tl.load(x + token * stride + CHANNELS + at).to(tl.float32))
         if RULE.gate_first:
             wide = wide * gate
-        sums = halves(tl.reshape(halves(wide * wide), [1, WIDE]))
-        scale = tl.rsqrt(tl.sum(sums, 0) * share + eps)
+        scale = tl.rsqrt(tl.sum(halves(tl.reshape(wide * wide, [1, VALUE])), 0) * share + eps)
         wide = wide * scale * weight
-        tl.store(result + here, (wide if RULE.gate_first else wide * gate).to(result.dtype.element_ty), mask=inside)
+        tl.store(result + here, (wide if RULE.gate_first else wide * gate).to(result.dtype.element_ty))
