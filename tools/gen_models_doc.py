@@ -102,8 +102,8 @@ fields of a `StateRule` (`src/preheat/ops/values.py`, `tests/cpu/test_state_rule
   refused there. With more groups, ranks have whole groups.
 - A `time_step_limit` counts for prompts and for decoding. In transformers it counts for prompts alone.
 - The layer that drafts (`mtp.*`) is read for method `mtp` alone
-  ([speculation](speculation.md#layers-that-predict-one-token-further)). The encoder of images (`model.visual.*`) is read
-  for architectures `…ForConditionalGeneration` ([images](images.md)).
+  ([speculation](speculation.md#layers-that-predict-one-token-further)). The encoder of images (`model.visual.*`) is
+  read for architectures `…ForConditionalGeneration` ([images](images.md)).
 - [Combinations](combinations.md) lists the features that do not work with states yet, with the reasons.
 
 ### Kept states
