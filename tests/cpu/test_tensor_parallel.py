@@ -223,7 +223,6 @@ def test_dummy_weights_of_ranks_are_parts_of_the_whole(tmp_path):
     "options",
     [
         {"quantization": "inc", "quant_config": "inc.json"},
-        {"speculative_config": {"model": "bundled", "num_speculative_tokens": 2}},
         {"execution_mode": "compile"},
     ],
 )
