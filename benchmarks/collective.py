@@ -66,11 +66,13 @@ def landed(ranks: RankSums, mine: torch.Tensor) -> float | None:
     from preheat.backends.cuda.peer_landed import add_landed
 
     rows, size = mine.shape
-    out, found = mine.bfloat16(), ranks.landings(rows, size, AT_ONCE)
+    out, carrier = mine.bfloat16(), ranks.carrier
+    assert carrier is not None, "the ranks exchange through NCCL"
+    found = carrier.landings(rows, size, AT_ONCE)
 
     def work() -> None:
         for landing in found:
-            add_landed(ranks.landed(out.dtype), landing, None, out)
+            add_landed(carrier.landed(out.dtype), landing, None, out)
 
     return microseconds(work) if found else None
 

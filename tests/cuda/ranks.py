@@ -98,7 +98,7 @@ def exchange(rank: int, world: int, folder: str) -> None:
             context=LayerContext(ranks),
         )  # fmt: skip
         own = x[:, part].contiguous()
-        assert bool(ranks.landings(rows, outputs, 512)) == (rows >= 1024)
+        assert bool(ranks.carrier.landings(rows, outputs, 512)) == (rows >= 1024)
         for _ in range(5):
             assert torch.equal(layer(own), whole), f"{rows} rows of {outputs} x {inputs}"
         stage(f"rank {rank}: {rows} rows of {outputs} x {inputs}, eager")

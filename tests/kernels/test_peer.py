@@ -302,7 +302,7 @@ def test_a_layer_of_two_ranks_writes_sums_where_they_are_added(monkeypatch):
 
     def body(rank: int) -> list[bool]:
         peers = Peers(SimpleNamespace(rank=rank, world=2), memory[rank])  # type: ignore[arg-type]
-        assert [each.share for each in peers.landings(7, outputs, 2)] == [4]
+        assert [each.share for each in peers.carrier.landings(7, outputs, 2)] == [4]
         monkeypatch.setattr(peers, "joining", lambda rows, size: None)  # as of many rows
         mine, part = (each.chunk(2, 1)[rank].contiguous() for each in (x, weight))
         layer = layers.linear(InterpretedCuda(), part, bias, order=layers.splits(2, rank), context=LayerContext(peers))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -156,10 +156,30 @@ def landings(rows: int, most: int, at_once: int, world: int) -> list[Landing]:
     return [Landing(first, min(first + step, rows), share, at_once) for first in range(0, rows, step)]
 
 
+class Carrier(Protocol):
+    """Copies sums of many rows to the ranks that add them, while other rows are computed."""
+
+    def landings(self, rows: int, size: int, at_once: int) -> list[Landing]:
+        """Return how to sum ``rows`` rows of ``size`` numbers, see :func:`landings`; nothing if they are few."""
+
+    def places(self, landing: Landing, size: int) -> Iterator[tuple[slice, Tensor]]:
+        """Yield rows of ``landing``, and where to write this rank's part of their sums, fp32 [rows, size].
+
+        The part of other ranks' rows is on its way to them when the next rows are asked for.
+        """
+
+    def landed(self, dtype: torch.dtype) -> Room:
+        """Return memory whose sums are added once all copies of this rank have ended; results have ``dtype``."""
+
+
 class RankSums:
-    """A group of one rank, and the base of larger groups."""
+    """A group of one rank, and the base of larger groups.
+
+    ``carrier`` sums many rows, if the ranks can write into each other's memory.
+    """
 
     rank, world = 0, 1
+    carrier: Carrier | None = None
 
     def gather(self, x: Tensor) -> Tensor:
         """See :class:`preheat.backends.base.collective.Collective`."""
@@ -176,24 +196,6 @@ class RankSums:
     def joining(self, rows: int, size: int) -> Room | None:
         """Return memory by which a sum of ``rows`` rows may be added to the residual and normed in one launch."""
         return None
-
-    def landings(self, rows: int, size: int, at_once: int) -> list[Landing]:
-        """Return how to sum ``rows`` rows of ``size`` numbers, if they are copied while others are computed.
-
-        Return nothing if :meth:`sum` shall do it. See :func:`landings`.
-        """
-        return []
-
-    def places(self, landing: Landing, size: int) -> Iterator[tuple[slice, Tensor]]:
-        """Yield rows of ``landing``, and where to write this rank's part of their sums, fp32 [rows, size].
-
-        The part of other ranks' rows is on its way to them when the next rows are asked for.
-        """
-        raise NotImplementedError
-
-    def landed(self, dtype: torch.dtype) -> Room:
-        """Return memory whose sums are added once all copies of this rank have ended; results have ``dtype``."""
-        raise NotImplementedError
 
     def abort(self) -> None:
         """See :class:`preheat.backends.base.collective.Collective`."""

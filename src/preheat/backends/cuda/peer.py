@@ -7,7 +7,7 @@ plain device memory that the other ranks map. NVLink's multicast is never used.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
 import torch
@@ -87,41 +87,21 @@ def run(
     )  # fmt: skip
 
 
-class Peers(RankSums):
-    """Ranks of one host that exchange by writing into each other's memory; ``nccl`` is the same group."""
+class PeerCarrier:
+    """See :class:`preheat.backends.cuda.collective.Carrier`; ``rooms`` are one room, by the dtype of results."""
 
-    def __init__(self, nccl: Nccl, room: Room, kept: object = None) -> None:
-        """``kept`` is kept as long as the ranks are: other ranks write into its memory."""
-        self.rank, self.world, self._nccl, self._kept = nccl.rank, nccl.world, nccl, kept
-        self._rooms = {dtype: room.as_dtype(dtype) for dtype in WIDTHS}
-        self._words = {
-            4: room._replace(parts=tuple(each.view(torch.int32) for each in room.parts)),
-            1: room._replace(parts=tuple(each.view(torch.uint8) for each in room.parts)),
-        }
-        self._silent, self._flags, self._ended = room.silent, room.flags[room.rank], False
-        self._gone = torch.full(self._flags.shape, GONE.value, pin_memory=self._flags.is_cuda)
-        self._aside, self._copies = (
-            torch.cuda.Stream(self._flags.device) if self._flags.is_cuda else None for _ in range(2)
-        )
+    def __init__(self, rooms: Mapping[torch.dtype, Room]) -> None:
+        room = rooms[torch.float32]
+        self.rank, self._rooms, self._landed = room.rank, rooms, room.landed
+        self._copies = torch.cuda.Stream(room.epochs.device) if room.epochs.is_cuda else None
         self._moving: list[Tensor] = []  # until their copies have ended
 
-    def sum(self, mine: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
-        out = mine.new_empty(mine.shape, dtype=dtype)
-        run(self._rooms[dtype], mine, bias, out, launch_for(mine.numel(), self.world))
-        return out
-
-    def joining(self, rows: int, size: int) -> Room | None:
-        fits = triton.next_power_of_2(size) <= STRIDE and rows * size * (self.world - 1) <= EACH_MOST
-        return self._rooms[torch.float32] if fits else None
-
     def landings(self, rows: int, size: int, at_once: int) -> list[Landing]:
-        landed = self._rooms[torch.float32].landed
-        return landings(rows, landed[0].shape[1] // size, at_once, self.world) if landed else []
+        return landings(rows, self._landed[0].shape[1] // size, at_once, len(self._landed))
 
     def places(self, landing: Landing, size: int) -> Iterator[tuple[slice, Tensor]]:
-        landed = self._rooms[torch.float32].landed
-        others = [rank for rank in range(self.world) if rank != self.rank]
-        for rank in others:
+        landed = self._landed
+        for rank in (each for each in range(len(landed)) if each != self.rank):
             start = landing.of(rank).start
             for rows in landing.pieces(rank):
                 place = landed[rank][self.rank, (rows.start - start) * size : (rows.stop - start) * size]
@@ -151,6 +131,32 @@ class Peers(RankSums):
             torch.cuda.current_stream().wait_stream(self._copies)
         self._moving.clear()
         return self._rooms[dtype]
+
+
+class Peers(RankSums):
+    """Ranks of one host that exchange by writing into each other's memory; ``nccl`` is the same group."""
+
+    def __init__(self, nccl: Nccl, room: Room, kept: object = None) -> None:
+        """``kept`` is kept as long as the ranks are: other ranks write into its memory."""
+        self.rank, self.world, self._nccl, self._kept = nccl.rank, nccl.world, nccl, kept
+        self._rooms = {dtype: room.as_dtype(dtype) for dtype in WIDTHS}
+        self._words = {
+            4: room._replace(parts=tuple(each.view(torch.int32) for each in room.parts)),
+            1: room._replace(parts=tuple(each.view(torch.uint8) for each in room.parts)),
+        }
+        self._silent, self._flags, self._ended = room.silent, room.flags[room.rank], False
+        self._gone = torch.full(self._flags.shape, GONE.value, pin_memory=self._flags.is_cuda)
+        self._aside = torch.cuda.Stream(self._flags.device) if self._flags.is_cuda else None
+        self.carrier = PeerCarrier(self._rooms) if room.landed else None
+
+    def sum(self, mine: Tensor, bias: Tensor | None, dtype: torch.dtype) -> Tensor:
+        out = mine.new_empty(mine.shape, dtype=dtype)
+        run(self._rooms[dtype], mine, bias, out, launch_for(mine.numel(), self.world))
+        return out
+
+    def joining(self, rows: int, size: int) -> Room | None:
+        fits = triton.next_power_of_2(size) <= STRIDE and rows * size * (self.world - 1) <= EACH_MOST
+        return self._rooms[torch.float32] if fits else None
 
     def gather(self, x: Tensor) -> Tensor:
         found = x.new_empty(self.world, *x.shape)
@@ -270,17 +276,18 @@ LANDED_ROWS = (1024, 1000)
 
 def _landed_wrong(peers: Peers, nccl: Nccl, random: torch.Generator) -> list[int]:
     """Return the numbers of ``LANDED_ROWS`` whose landed sums differ from NCCL and the tree on any rank."""
-    wrong = []
+    wrong, carrier = [], peers.carrier
+    assert carrier is not None
     for rows in LANDED_ROWS:
         mine = torch.empty(rows, 4096, device=random.device).normal_(generator=random).mul_(1e3)
         right, found = (
             add_ranks(nccl.gather(mine), None, torch.bfloat16),
             mine.new_empty(mine.shape, dtype=torch.bfloat16),
         )
-        for landing in peers.landings(rows, 4096, 128):
-            for part, to in peers.places(landing, 4096):
+        for landing in carrier.landings(rows, 4096, 128):
+            for part, to in carrier.places(landing, 4096):
                 to.copy_(mine[part])
-            add_landed(peers.landed(found.dtype), landing, None, found)
+            add_landed(carrier.landed(found.dtype), landing, None, found)
         if int(nccl.gather(found.view(torch.int16).ne(right.view(torch.int16)).sum()).sum()):
             wrong.append(mine.numel())
     return wrong

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from preheat.backends.base.layers import ALONE, FusedInput, LayerContext, LayerWeights, Norm
 from preheat.backends.cuda.activation import activate, cap, clip, scaled
-from preheat.backends.cuda.collective import Landing, RankSums, add_ranks
+from preheat.backends.cuda.collective import Carrier, Landing, RankSums, add_ranks
 from preheat.backends.cuda.hopper import is_hopper
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.lora import Factors
@@ -191,23 +191,24 @@ class Layer:
     def _exchanged(self, x: Tensor) -> Tensor:
         """Return the sum over ranks."""
         size = len(x), self.shape.outputs
-        if not (landings := self._landings(len(x))):
+        carrier = self._ranks.carrier
+        if carrier is None or not (landings := self._landings(carrier, len(x))):
             return self._ranks.sum(self.partial(x, x.new_empty(size, dtype=torch.float32)), self._bias, x.dtype)
         out = x.new_empty(size)
-        for landing in self._sent(x, landings):
-            add_landed(self._ranks.landed(x.dtype), landing, self._bias, out)
+        for landing in self._sent(x, carrier, landings):
+            add_landed(carrier.landed(x.dtype), landing, self._bias, out)
         return out
 
-    def _landings(self, rows: int) -> list[Landing]:
+    def _landings(self, carrier: Carrier, rows: int) -> list[Landing]:
         """Return how sums of many rows travel to the rank that adds them while others are computed."""
         at_once = rows_at_once(self.configs(self.shape, rows), self.shape.outputs)
-        return [] if at_once is None else self._ranks.landings(rows, self.shape.outputs, at_once)
+        return [] if at_once is None else carrier.landings(rows, self.shape.outputs, at_once)
 
-    def _sent(self, x: Tensor, landings: Iterable[Landing]) -> Iterator[Landing]:
+    def _sent(self, x: Tensor, carrier: Carrier, landings: Iterable[Landing]) -> Iterator[Landing]:
         """Compute and send this rank's sums of each landing, and yield it."""
         rows, choice = self._quantized(x), self.configs(self.shape, len(x))
         for landing in landings:
-            for part, sums in self._ranks.places(landing, self.shape.outputs):
+            for part, sums in carrier.places(landing, self.shape.outputs):
                 apply(choice, rows[part], self._weight, None, False, sums)
             yield landing
 
@@ -221,11 +222,12 @@ class Layer:
         if (peers := self._ranks.joining(*residual.shape)) is not None:
             mine = self.partial(x, x.new_empty(residual.shape, dtype=torch.float32))
             return cast(Tensor, sum_and_norm(peers, mine, self._bias, norm, residual, how))
-        if not (landings := self._landings(len(x))):
+        carrier = self._ranks.carrier
+        if carrier is None or not (landings := self._landings(carrier, len(x))):
             return None
         to = normed_rows(residual, how)
-        for landing in self._sent(x, landings):
-            norm_landed(self._ranks.landed(x.dtype), landing, self._bias, norm, residual, to, how)
+        for landing in self._sent(x, carrier, landings):
+            norm_landed(carrier.landed(x.dtype), landing, self._bias, norm, residual, to, how)
         return cast(Tensor, to)
 
     def partial(self, x: Tensor, y: Tensor) -> Tensor:
