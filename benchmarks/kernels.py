@@ -30,7 +30,7 @@ from preheat.model.specs import ModelSpec
 KINDS = {
     "states": ("recur", "prepare", "finish"),
     "routing": ("_route", "_arrange", "_spread", "_combine"),
-    "experts": ("gemm_experts", "_experts"),
+    "experts": ("experts",),
     "attention": ("_decode", "_prefill", "attention"),
     "sampler": ("peaks", "pick", "enter", "weigh", "settle", "penalise", "edit", "tally", "report"),
     "norm": ("norm",),

@@ -123,14 +123,14 @@ SHAPES: dict[str, dict[str, Any]] = {
         "num_experts_per_tok": 8,
         "vocab_size": 248320,
     },
-    "qwen3-next-24-layers": {
+    "qwen3-next-80b-a3b": {
         "architectures": ["Qwen3NextForCausalLM"],
         "model_type": "qwen3_next",
         "hidden_size": 2048,
         "intermediate_size": 5632,
         "moe_intermediate_size": 512,
         "shared_expert_intermediate_size": 512,
-        "num_hidden_layers": 24,
+        "num_hidden_layers": 48,
         **HYBRID,
         "num_experts": 512,
         "num_experts_per_tok": 10,
@@ -183,7 +183,7 @@ SHAPES: dict[str, dict[str, Any]] = {
 }
 """The published config of each model. One more entry here is one more ``--shape``.
 
-Qwen3-Next has 48 layers, and one GPU has room for half of them.
+Qwen3-Next's 80 billion weights fit one GPU of 140 GB in float8 (``--format fp8``), not in bfloat16.
 """
 
 CHOICES = (*SHAPES, BUNDLED)
