@@ -93,8 +93,7 @@ def tile_rule(shape: LinearShape, rows: int) -> Tile:
     if rows > 16 and (tile := _few_outputs(shape, rows)) is not None:
         return tile
     if rows > 64:
-        many = -(-shape.columns // 128) * -(-rows // 128) >= 100
-        return Tile(128, 128, 64, 8, 4) if many else Tile(64, 64, 64, 4, 4)
+        return _many_rows(shape, rows)
     height = max(16, 1 << (rows - 1).bit_length())
     if height == 16:
         return _few_rows(shape)
@@ -112,6 +111,23 @@ def _few_outputs(shape: LinearShape, rows: int) -> Tile | None:
     narrow, low = Tile(16, 16, 256, 2, 6), Tile(16, 32, 256, 2, 4) if shape.gated else Tile(32, 16, 256, 2, 4)
     guesses = (narrow, low) if rows <= 64 else (narrow, low, Tile(64, 16, 128, 4, 4))
     return next((each for each in guesses if _programs(shape, rows, each) <= PROCESSORS), None)
+
+
+def _many_rows(shape: LinearShape, rows: int) -> Tile:
+    """Guess the smallest tile with at most one program for each processor, or the largest one.
+
+    The steps of a program follow each other, so they are deep. Measured with seven layers on an H200, from 96 to 384
+    rows: 256 rows of 4,096 inputs and 2,048 outputs take 13.6 us in place of 20.4. Of two large tiles, the one that is
+    filled is better.
+    """
+    tall, wide = Tile(64, 128, 64, 4, 6), Tile(128, 64, 128, 8, 4)
+    larger = (wide, tall) if 0 < rows % 128 <= 64 else (tall, wide)
+    guesses = (Tile(64, 32, 128, 4, 6), Tile(64, 64, 128, 4, 6), *larger)
+    found = next((each for each in guesses if _programs(shape, rows, each) <= PROCESSORS), None)
+    if found is None:
+        return Tile(128, 128, 64, 8, 4)
+    bytes_a_stage = (found.outputs * (2 if shape.gated else 1) + found.rows) * found.inputs * 2
+    return replace(found, stages=min(found.stages, SHARED_BYTES // bytes_a_stage))
 
 
 def _programs(shape: LinearShape, rows: int, tile: Tile) -> int:
