@@ -29,8 +29,8 @@ from triton.runtime.errors import TritonError
 from benchmarks.common.report import parser, save
 from preheat.backends.base.backend import Backend
 from preheat.backends.cuda import delta
-from preheat.backends.cuda.delta import ALL, Config, CudaRecurrences
-from preheat.backends.cuda.delta_kernels import SCALARS
+from preheat.backends.cuda.delta import Config, CudaRecurrences, TapedStates
+from preheat.backends.cuda.delta_kernels import SCALARS, TAPE
 from preheat.backends.cuda.tuner import COPIED_BYTES, graph_microseconds
 from preheat.backends.registry import pick_backend
 from preheat.core import StepStates
@@ -48,14 +48,12 @@ OPERATIONS = 7
 """Of a number of a state and a token: a product with the decay, two products and two sums, a product and an addition.
 They are rounded one by one, so none of them is fused."""
 
-DECODING = (
-    *(Config(*each, 0, ALL) for each in ((16, 4), (8, 1), (8, 2), (16, 1), (16, 2), (32, 2), (32, 4), (64, 4), (64, 8),
-                                         (128, 8), (128, 16))),
-    Config(16, 4, 0, 64), Config(32, 4, 0, 64),
-    *(Config(32, 4, 0, rows, ahead=ahead) for rows in (2, 3, 4, 6, 8) for ahead in (1, 2, 3)),
-    *(Config(32, 8, 0, rows, ahead=ahead) for rows in (3, 4) for ahead in (1, 2, 3)),
-    *(Config(16, 4, 0, rows, ahead=ahead) for rows in (2, 4, 6) for ahead in (1, 2, 4)),
-)  # fmt: skip
+DECODING = tuple(
+    Config(columns, warps, 0, rows, ahead=ahead)
+    for columns, warps in ((32, 4), (64, 4), (64, 8), (16, 4), (128, 16), (32, 8))
+    for rows in (2, 3, 4, 6, 8)
+    for ahead in (1, 2, 3)
+)
 PROMPTS = (
     *(Config(*each, 0, 32) for each in ((4, 1), (8, 1), (16, 4), (32, 4))),
     *(Config(*each, 16, 32) for each in ((4, 1), (8, 1), (8, 2), (16, 1), (16, 2), (16, 4), (32, 2), (32, 4), (32, 8),
@@ -79,7 +77,8 @@ def token_bytes() -> int:
 def limit_us(lengths: Sequence[int], bandwidth: float, clock: float) -> float:
     """Return the microseconds that the recurrence needs at least: the larger one of bytes' and operations' times."""
     state, tokens = VALUE.value_size * VALUE.key_dim, sum(lengths)
-    moved = 2 * len(lengths) * VALUE.state_bytes(2) + tokens * token_bytes()
+    written = 1 / TAPE.value if max(lengths) == 1 else 1
+    moved = (1 + written) * len(lengths) * VALUE.state_bytes(2) + tokens * token_bytes()
     lanes = 128 * torch.cuda.get_device_properties("cuda").multi_processor_count
     return float(max(moved / bandwidth / 1e3, tokens * OPERATIONS * state / lanes / clock))
 
@@ -100,10 +99,12 @@ class Step:
         step: Any = SimpleNamespace(tokens=self.tokens)
         states = StepStates(rows, np.asarray(lengths), 1 + rows, 1 + rows)
         self.kernels.send(0, self.kernels.plan(step, states))
-        at = [np.arange(length) + decode for length in lengths]  # a row that decodes reads its state
+        at = [np.arange(length) + TAPE.value * decode for length in lengths]  # a row that decodes reads its state
         positions = torch.from_numpy(np.concatenate(at).astype(np.int32)).to(backend.device)
+        slots_of = torch.arange(len(lengths), dtype=torch.int32, device=backend.device)
+        slots_of = slots_of.repeat_interleave(torch.tensor(lengths, device=backend.device))
         self.inputs: Any = SimpleNamespace(
-            positions=positions, rows=len(lengths) if decode else ROWS, width=int(decode)
+            positions=positions, slots=slots_of, rows=len(lengths) if decode else ROWS, width=int(decode)
         )
         draw, heads = partial(torch.randn, device=backend.device), VALUE.value_heads
         self.x, taps = draw(self.tokens, VALUE.inputs).bfloat16(), draw(VALUE.channels, VALUE.taps)
@@ -118,7 +119,8 @@ class Step:
     def recur(self, layers: Sequence[DeltaStates]) -> None:
         """Launch the recurrence of each layer."""
         for states in layers:
-            self.kernels.recur(self.inputs, self.x, VALUE, states, [*self.made, self.answers])
+            made = states.tape if self.inputs.width and isinstance(states, TapedStates) else self.made
+            self.kernels.recur(self.inputs, self.x, VALUE, states, [*made, self.answers])
 
     def recurrence_us(self) -> float:
         """Return microseconds of the recurrence of a layer."""
@@ -134,6 +136,10 @@ class Step:
         """Return answers and states behind a step on states of one half."""
         states = self.layers[0]
         states.matrix.fill_(0.5)
+        if self.inputs.width and isinstance(states, TapedStates):
+            draw = torch.Generator(self.x.device).manual_seed(3)
+            for each in states.tape:
+                each.uniform_(0.1, 0.9, generator=draw)
         self.recur([states])
         return self.answers.clone(), states.matrix.clone()
 

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.cuda.delta import CudaRecurrences
+from preheat.backends.cuda.delta import CudaRecurrences, TapedStates
 from preheat.backends.cuda.delta_kernels import places
 from preheat.core import StepStates
 from preheat.limits import Limits
@@ -22,6 +22,7 @@ Part = tuple[int, int, int, int]
 """A text, a number of its tokens, and the slots to read and to write."""
 
 PADDING = 2
+SEQUENCES = 4
 
 
 class DeltaLayer:
@@ -32,17 +33,22 @@ class DeltaLayer:
         self.weights, draw = random_weights(value, self.device), torch.Generator().manual_seed(4)
         self.texts = [torch.randn(length, value.inputs, generator=draw).to(self.device, dtype) for length in lengths]
         limits = Limits(
-            max_model_len=64, max_num_seqs=4, max_num_batched_tokens=sum(lengths) + PADDING, max_num_prefill_seqs=None,
-            block_size=16, num_blocks=9, states=3,
+            max_model_len=64, max_num_seqs=SEQUENCES, max_num_batched_tokens=sum(lengths) + PADDING,
+            max_num_prefill_seqs=None, block_size=16, num_blocks=9, states=3,
         )  # fmt: skip
         self.kernels = CudaRecurrences(limits, backend)
         self.states = self.kernels.states(value, limits.state_slots, dtype)
-        for each in (self.states.window, self.states.matrix):
+        for each in (self.states.window, self.states.matrix, *getattr(self.states, "tape", ())):
             each.fill_(float("nan"))
+        if isinstance(self.states, TapedStates):
+            self.states.begun.fill_(1000)  # a longer text had the slots before
         self.done = [0] * len(lengths)
 
     def step(self, *parts: Part, width: int = 0) -> Tensor:
-        """Return the outputs of a step; neighboring parts of one text are one row. Padding is checked to be zero."""
+        """Return the outputs of a step; neighboring parts of one text are one row. Padding is checked to be zero.
+
+        A text that leaves its state in the slot of a sequence is that sequence, and else the one of its number.
+        """
         text, extend, read, write = np.array(parts).T
         row = np.cumsum(np.diff(text, prepend=text[0]) != 0)
         given, positions = [], list[int]()
@@ -52,13 +58,27 @@ class DeltaLayer:
             self.done[own] += count
         x = torch.cat((*given, given[0].new_full((PADDING, self.value.inputs), float("nan"))))
         places_of = torch.tensor([*positions, *[0] * PADDING], dtype=torch.int32, device=self.device)
-        inputs: Any = SimpleNamespace(positions=places_of, rows=4, width=width)
+        last = write[np.append(np.diff(row) != 0, True)][row]
+        owners = np.repeat(np.where(last > SEQUENCES, text, last - 1), extend)
+        slots = torch.tensor([*owners, *[SEQUENCES] * PADDING], dtype=torch.int32, device=self.device)
+        inputs: Any = SimpleNamespace(positions=places_of, slots=slots, rows=4, width=width)
         step: Any = SimpleNamespace(tokens=len(x))
         self.kernels.send(0, self.kernels.plan(step, StepStates(row, extend, read, write)))
         out = x.new_full((len(x), self.value.value_size), float("nan"))
         self.kernels.run(inputs, x, self.weights, self.states, out)
         assert not out[-PADDING:].any()
         return out[:-PADDING]
+
+    def settled(self, text: int, slot: int) -> Tensor:
+        """Return the matrices of ``slot``, which has the state of ``text``, without tokens on a tape."""
+        if isinstance(self.states, TapedStates):
+            at = torch.tensor([self.done[text], slot - 1], dtype=torch.int32, device=self.device)
+            inputs: Any = SimpleNamespace(positions=at[:1], slots=at[1:], rows=4, width=0)
+            step: Any = SimpleNamespace(tokens=1)
+            alone = StepStates(*np.array(((0,), (1,), (slot,), (slot,))))
+            self.kernels.send(0, self.kernels.plan(step, alone))
+            self.kernels.settle(inputs, self.value, self.states)
+        return self.states.matrix[slot]
 
     def whole(self) -> list[Tensor]:
         """Compute all texts in one step, each in the slot of its number."""

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from preheat import LLM, SamplingParams
 from preheat.backends.cuda import delta
-from preheat.backends.cuda.delta import DECODING, ONE, PROMPTS, TOKENS, Config, CudaRecurrences, Tile
+from preheat.backends.cuda.delta import DECODING, ONE, PROMPTS, TOKENS, Config, CudaRecurrences, TapedStates, Tile
 from preheat.core import StepStates
 from preheat.errors import NotInvariant
 from preheat.ops.delta import delta_rule
@@ -164,7 +164,7 @@ def test_bits_do_not_depend_on_cuts(size, value):
         count = min(size, LENGTHS[0] - at)
         parts.append(cut.step((0, count, 4, 4), width=int(count == 1)))
     assert torch.equal(torch.cat(parts), right)
-    assert torch.equal(cut.states.matrix[4], whole.states.matrix[1])
+    assert torch.equal(cut.settled(0, 4), whole.states.matrix[1])
     assert torch.equal(cut.states.window[4], whole.states.window[1])
 
 
@@ -184,6 +184,49 @@ def test_rows_of_one_token_have_the_bits_of_their_prompts(config, key_dim, taps,
     for text in range(3):
         assert torch.equal(rows.states.matrix[4 + text], prompts.states.matrix[1 + text])
         assert torch.equal(rows.states.window[4 + text], prompts.states.window[1 + text])
+
+
+def lagging(made: DeltaLayer, chance: random.Random, spoil: Callable[[], object] = lambda: None) -> list[Tensor]:
+    """Compute the texts by drawn steps, most of one token a row, and return their outputs.
+
+    Each text has a slot of its own, and leaves it for one of the other slots now and then.
+    """
+    own = {text: text + 1 for text in range(len(made.lengths))}
+    at, found = dict(own), [list[Tensor]() for _ in made.lengths]
+    while left := [text for text, length in enumerate(made.lengths) if made.done[text] < length]:
+        rows, width, parts = chance.sample(left, chance.randint(1, len(left))), chance.random() < 0.8, list[Any]()
+        for text in rows:
+            count = 1 if width else min(chance.choice((1, 1, 2, 5)), made.lengths[text] - made.done[text])
+            to = chance.choice((own[text],) * 9 + (5 + text,))
+            if at[text] != own[text]:
+                to = own[text]
+            parts.append((text, count, at[text], to))
+            at[text] = to
+        spoil()
+        outputs = made.step(*parts, width=int(width)).split([count for _, count, *_ in parts])
+        for (text, *_), out in zip(parts, outputs, strict=True):
+            found[text].append(out)
+    return [torch.cat(each) for each in found]
+
+
+@pytest.mark.parametrize("seed", range(6))
+@VALUES
+def test_states_that_lag_have_the_bits_of_their_prompts(value, seed):
+    """States are written seldom: behind tokens that depend on the slot, before prompts, and into other slots."""
+    whole, rows = layer((40, 23, 37), value), layer((40, 23, 37), value)
+    right, found = whole.whole(), lagging(rows, random.Random(seed))
+    assert all(map(torch.equal, found, right))
+
+
+@pytest.mark.parametrize("change", ["begun", "tape"])
+def test_a_token_that_a_tape_lacks_changes_bits(change):
+    """Control: a step is told that a state has one token more, or finds other numbers."""
+    whole, rows = layer((40, 23, 37)), layer((40, 23, 37))
+    states = rows.states
+    assert isinstance(states, TapedStates)
+    spoils = {"begun": lambda: states.begun.add_(1), "tape": lambda: states.tape[1].mul_(1.01)}
+    right, found = whole.whole(), lagging(rows, random.Random(1), spoils[change])
+    assert not all(map(torch.equal, found, right))
 
 
 def test_kept_states_have_the_bits_of_a_row_that_ends_there():
@@ -365,5 +408,8 @@ def test_quantized_layers_give_the_same_bits(name, tmp_path):
 
 def test_memory_of_states_is_counted(llm):
     limits, executor = llm.loop.packer.plan.limits, llm.loop.executor
-    held = sum(each.matrix.nbytes + each.window.nbytes for each in executor.attention.states)
-    assert held == limits.state_slots * executor.decoder.spec.state_bytes(executor.decoder.dtype.itemsize)
+    states, spec = executor.attention.states, executor.decoder.spec
+    held = sum(each.matrix.nbytes + each.window.nbytes for each in states)
+    assert held == limits.state_slots * spec.state_bytes(executor.decoder.dtype.itemsize)
+    tapes = sum(part.nbytes for each in states for part in each.tape)
+    assert tapes == (1 + limits.max_num_seqs) * sum(map(delta.tape_bytes, spec.recurrences)) > 0

@@ -172,7 +172,9 @@ def test_no_row_is_computed_after_clear(right):
     made.step((0, 4, 1, 1))
     window, matrix = made.states.window[1].clone(), made.states.matrix[1].clone()
     made.kernels.clear()
-    inputs: Any = SimpleNamespace(positions=torch.zeros(6, dtype=torch.int32), rows=4, width=0)
+    inputs: Any = SimpleNamespace(
+        positions=torch.zeros(6, dtype=torch.int32), slots=torch.zeros(6, dtype=torch.int32), rows=4, width=0
+    )
     out = torch.full((6, VALUE.value_size), float("nan"))
     assert not made.kernels.run(inputs, made.texts[0][:6], made.weights, made.states, out).any()
     assert torch.equal(window, made.states.window[1]) and torch.equal(matrix, made.states.matrix[1])

@@ -266,7 +266,7 @@ def states() -> Iterator[tuple[str, Work]]:
         (("bfloat16", torch.bfloat16), ("float32", torch.float32)), (0, 1), LAYERS.items()
     ):
         made, x = CudaRecurrences(limits, device), _empty(256, value.inputs, dtype=dtype)
-        inputs: Any = SimpleNamespace(positions=_whole(256), rows=256, width=width)
+        inputs: Any = SimpleNamespace(positions=_whole(256), slots=_whole(256), rows=256, width=width)
         out = _empty(256, value.value_size, dtype=dtype)
         yield (
             f"{what}, {name}, {'decode' if width else 'prompts'}",

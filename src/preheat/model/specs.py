@@ -26,6 +26,7 @@ from preheat.model.spec_tree import Leaf, leaves, with_leaves
 from preheat.model.tensor_specs import TIED_HEAD, DistanceSpec, EmbeddingSpec, HeadSpec, LinearSpec, NormSpec
 from preheat.model.vision_specs import VisionSpec
 from preheat.ops.kinds import Scheme
+from preheat.ops.values import Recurrence
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 
@@ -274,8 +275,12 @@ class ModelSpec:
 
         ``itemsize`` are the bytes of the model's dtype.
         """
-        states = (each.attention.value for each in self.layers if isinstance(each.attention, DeltaSpec))
-        return sum(each.state_bytes(itemsize) for each in states)
+        return sum(each.state_bytes(itemsize) for each in self.recurrences)
+
+    @property
+    def recurrences(self) -> list[Recurrence]:
+        """The recurrence of each layer with states."""
+        return [each.attention.value for each in self.layers if isinstance(each.attention, DeltaSpec)]
 
     @property
     def entries(self) -> tuple[Entry, ...]:

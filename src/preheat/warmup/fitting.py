@@ -118,12 +118,13 @@ class Fitting:
 
     @property
     def _state_bytes(self) -> int:
-        """Bytes of all states: of sequences, kept ones, and of padding.
+        """Bytes of all states: of sequences with their tapes, kept ones, and of padding.
 
         The profiling run has one state slot, so they are counted once.
         """
-        slots = 1 + (self.settings.max_num_seqs or 0) + self._more_states
-        return slots * self.model.spec.state_bytes(self.model.dtype.itemsize)
+        spec, sequences = self.model.spec, 1 + (self.settings.max_num_seqs or 0)
+        tapes = sequences * sum(map(self.backend.tape_bytes, spec.recurrences))
+        return (sequences + self._more_states) * spec.state_bytes(self.model.dtype.itemsize) + tapes
 
     @property
     def _more_states(self) -> int:

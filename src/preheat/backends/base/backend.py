@@ -116,6 +116,9 @@ class Operations(Protocol):
         None: the reference runs around :meth:`recur`.
         """
 
+    def tape_bytes(self, value: Recurrence) -> int:
+        """Return the bytes beside its states that each sequence takes in a layer of ``value``."""
+
     def gated(self, out: Tensor, gates: Tensor) -> Tensor:
         """Return ``out`` times the sigmoids of ``gates``, see :mod:`preheat.ops.gate`; it may lie in ``out``."""
 

@@ -297,6 +297,9 @@ class CpuBackend:
     def recurrences(self, limits: Limits) -> None:
         """Return nothing: the host runs each operation around :meth:`recur`."""
 
+    def tape_bytes(self, value: Recurrence) -> int:
+        return 0
+
     def gated(self, out: Tensor, gates: Tensor) -> Tensor:
         return gated(out, gates)
 

@@ -29,7 +29,7 @@ from preheat.backends.cuda.attention import CudaAttention
 from preheat.backends.cuda.card import experience, text
 from preheat.backends.cuda.closing import KINDS, BlockNorm
 from preheat.backends.cuda.cold import COLD_SOURCES
-from preheat.backends.cuda.delta import CudaRecurrences
+from preheat.backends.cuda.delta import CudaRecurrences, tape_bytes
 from preheat.backends.cuda.device import card_at, driver_version, fix_arithmetic, obstacle
 from preheat.backends.cuda.digest import digest_rows
 from preheat.backends.cuda.embedding import embed, sum_rows, take_rows
@@ -289,6 +289,9 @@ class CudaBackend:
 
     def recurrences(self, limits: Limits) -> CudaRecurrences:
         return CudaRecurrences(limits, self)
+
+    def tape_bytes(self, value: Recurrence) -> int:
+        return tape_bytes(value)
 
     def gated(self, out: Tensor, gates: Tensor) -> Tensor:
         return gated(out, gates)

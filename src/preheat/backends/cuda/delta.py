@@ -22,7 +22,7 @@ from preheat.backends.cuda.delta_finish import WARP, finish_heads
 from preheat.backends.cuda.delta_norm import finish_together
 from preheat.backends.cuda.delta_prepare import prepare_heads, serves, value_unit
 from preheat.backends.cuda.delta_prompts import recur_prompts
-from preheat.backends.cuda.delta_rows import recur_rows
+from preheat.backends.cuda.delta_rows import recur_rows, settle_rows
 from preheat.backends.cuda.launch import INTERPRETED, options
 from preheat.core import StepStates
 from preheat.limits import Limits
@@ -47,14 +47,14 @@ class Config(NamedTuple):
     ahead: int = 0
 
 
-PLACE_BYTES = 1 << 14
-"""The most bytes of a row's state in a program's shared memory; four programs share a multiprocessor."""
+PLACE_BYTES = 1 << 12
+"""The most bytes of a row's state in a program's shared memory, for each warp; 16 warps share a multiprocessor."""
 
 ALL = 1 << 16
 """Each row has programs of its own."""
 
 ONE, PROMPTS, DECODING = Config(16, 4, 16, 1), Config(32, 4, 16, 32, registers=128), Config(16, 4, 0, ALL)
-TOKENS = Config(32, 4, 0, 4, ahead=2)
+TOKENS = Config(32, 4, 0, 4, ahead=1)
 """For a step of one row with a prompt, for other steps with prompts, for steps of decoding rows only, and for those
 whose rows have one token each.
 
@@ -64,8 +64,8 @@ programs, and four of them share a multiprocessor: so a thread has at most 128 r
 
 Measured on an H200, a layer of Qwen3.5-35B-A3B: one prompt of 2,048 tokens takes 0.64 ms with ``ONE`` and 0.70 ms with
 ``PROMPTS``; four such prompts take 1.66 ms and 1.29 ms. On an H100 the former takes 2.88 ms where each thread asks one
-token ahead. 256 rows of one token take 299 us with ``TOKENS`` and 411 us with ``DECODING``, and a copy of their bytes
-263.
+token ahead. 256 rows of one token take 197 us with ``TOKENS``; if each step wrote the states, they would take 299, and
+a copy of their bytes takes 263.
 """
 
 FINISH_HEADS, FINISH_WARPS = 8, 4
@@ -137,11 +137,40 @@ class Table:
         return words
 
 
+@dataclass(frozen=True)
+class TapedStates(DeltaStates):
+    """States that lack tokens on tapes, see :mod:`preheat.backends.cuda.delta_rows`.
+
+    ``tape`` has what :meth:`CudaRecurrences.prepare` makes of tokens, by slot and place. ``begun`` is int32 [slots].
+    """
+
+    tape: tuple[Tensor, ...]
+    begun: Tensor
+
+    @property
+    def tapes(self) -> int:
+        """Sequences with a tape."""
+        return len(self.tape[0]) // int(kernels.TAPE.value)
+
+
+def _tape(inputs: StepInputs, states: DeltaStates) -> TapedStates | None:
+    """Return the ``states`` if tokens of the step go onto their tapes."""
+    return states if inputs.width == 1 and isinstance(states, TapedStates) else None
+
+
+def tape_bytes(value: Recurrence) -> int:
+    """Return the bytes of a sequence's tape in a layer of ``value``; 0 where each step writes states."""
+    if not _ahead(TOKENS, value):
+        return 0
+    each = 2 * value.key_size + value.value_size + int(kernels.SCALARS.value) * value.value_heads
+    return int(kernels.TAPE.value) * each * 4
+
+
 class CudaRecurrences:
     """The recurrences of all layers, see :class:`preheat.backends.base.attention.Recurrences`."""
 
     def __init__(self, limits: Limits, backend: Backend) -> None:
-        self._table, self._device = Table.of(limits), backend.device
+        self._table, self._device, self._sequences = Table.of(limits), backend.device, limits.max_num_seqs
         self.words = torch.zeros(self._table.words, dtype=torch.int32, device=backend.device)
         self._host = [backend.host_copy(self.words) for _ in range(HOST_COPIES)]
         self._sent: np.ndarray | None = None
@@ -150,7 +179,21 @@ class CudaRecurrences:
         """Return zero states; the matrix of a head is [value dim, key dim] in the order of the kernels."""
         kernels.places(value.key_dim, self._device)  # a capture of launches cannot make it
         made = DeltaStates.of(value, slots, dtype, self._device)
-        return DeltaStates(made.window, made.matrix.view(slots, value.value_heads, value.value_dim, value.key_dim))
+        matrix = made.matrix.view(slots, value.value_heads, value.value_dim, value.key_dim)
+        if not _ahead(TOKENS, value):
+            return DeltaStates(made.window, matrix)
+        tape = self._numbers(value, min(slots, self._sequences + 1) * kernels.TAPE.value)
+        return TapedStates(made.window, matrix, tuple(tape), torch.zeros(slots, dtype=torch.int32, device=self._device))
+
+    def _numbers(self, value: Recurrence, tokens: int) -> list[Tensor]:
+        """Return room for what :meth:`prepare` makes of ``tokens`` tokens."""
+        return [
+            torch.empty(tokens, heads, size, dtype=torch.float32, device=self._device)
+            for heads, size in (
+                (value.key_heads, 2 * value.key_dim), (value.value_heads, value.value_dim),
+                (value.value_heads, kernels.SCALARS.value),
+            )
+        ]  # fmt: skip
 
     def plan(self, step: StepRows, states: StepStates) -> np.ndarray:
         return self._table.of_step(states, step.tokens)
@@ -169,15 +212,10 @@ class CudaRecurrences:
         self._sent = None
 
     def run(self, inputs: StepInputs, x: Tensor, weights: DeltaWeights, states: DeltaStates, out: Tensor) -> Tensor:
-        value, tokens, device = weights.value, len(x), x.device
-        made = [
-            torch.empty(tokens, heads, size, dtype=torch.float32, device=device)
-            for heads, size in (
-                (value.key_heads, 2 * value.key_dim), (value.value_heads, value.value_dim),
-                (value.value_heads, kernels.SCALARS.value),
-            )
-        ]  # fmt: skip
-        answers = torch.empty_like(made[1])
+        value = weights.value
+        tape = _tape(inputs, states)
+        made = self._numbers(value, len(x)) if tape is None else list(tape.tape)
+        answers = torch.empty(len(x), value.value_heads, value.value_dim, dtype=torch.float32, device=x.device)
         self.prepare(inputs, x, weights, states, made)
         self.recur(inputs, x, value, states, [*made, answers])
         self.finish(x, answers, weights, out)
@@ -191,11 +229,12 @@ class CudaRecurrences:
         sizes = {
             "KEY_HEADS": value.key_heads, "SHARE": value.value_heads // value.key_heads, "KEY": value.key_dim,
             "VALUE": value.value_dim, "TAPS": value.taps, "OWNERS": self._table.owners_at, "RULE": value.rule,
+            "TAPES": 0 if (tape := _tape(inputs, states)) is None else tape.tapes,
             "enable_fp_fusion": False,
         }  # fmt: skip
         given = (
-            x, inputs.positions, self.words, states.window, weights.taps, weights.rate, weights.bias, weights.conv_bias,
-            weights.skip,
+            x, inputs.positions, inputs.slots, self.words, states.window, weights.taps, weights.rate, weights.bias,
+            weights.conv_bias, weights.skip,
         )  # fmt: skip
         factor = value.key_dim**-0.5
         if INTERPRETED or tile is None or not serves(value):
@@ -241,41 +280,54 @@ class CudaRecurrences:
 
     def recur(self, inputs: StepInputs, x: Tensor, value: Recurrence, states: DeltaStates, made: list[Tensor]) -> None:
         """Fill the last of ``made`` with the answers, and move the states on."""
-        if inputs.width == 1 and _ahead(TOKENS, value):
-            self._recur_rows(TOKENS, inputs, x, value, states, made)
+        if (tape := _tape(inputs, states)) is not None:
+            self._recur_rows(inputs, x, value, tape, made)
             return
+        begun = None
+        if isinstance(states, TapedStates):
+            self.settle(inputs, value, states)
+            begun = states.begun
         columns, warps, chunk, rows, *_ = DECODING if inputs.width else PROMPTS
         columns = min(columns, value.value_dim)
         chunked = chunk and not INTERPRETED and value.key_dim % 32 == 0 and columns % (4 * warps) == 0
         if chunked:
-            self._recur_prompts(inputs, x, value, states, made)
+            self._recur_prompts(inputs, x, value, states, begun, made)
             return
         kernels.recur[(value.value_dim // columns, value.value_heads, min(rows, inputs.rows))](
-            x, inputs.positions, self.words, states.window, states.matrix, *made, x.stride(0), TAPS=value.taps,
+            x, inputs.positions, self.words, states.window, states.matrix, begun, *made, x.stride(0), TAPS=value.taps,
             **self._sizes(value, columns), enable_fp_fusion=False, **options(num_warps=warps, num_stages=1),
         )  # fmt: skip
 
     def _recur_rows(
-        self, config: Config, inputs: StepInputs, x: Tensor, value: Recurrence, states: DeltaStates, made: list[Tensor]
+        self, inputs: StepInputs, x: Tensor, value: Recurrence, states: TapedStates, made: list[Tensor]
     ) -> None:
         """Do as :meth:`recur` for rows of one token, with states from shared memory."""
-        columns = _columns(config, value)
+        config, columns = TOKENS, _columns(TOKENS, value)
         recur_rows[(value.value_dim // columns, value.value_heads, min(config.rows, inputs.rows))](
-            x, inputs.positions, self.words, states.window, states.matrix, *made, x.stride(0), TAPS=value.taps,
-            PLACES=config.ahead + 1, **self._sizes(value, columns), enable_fp_fusion=False,
-            **options(num_warps=config.warps, num_stages=1),
+            x, inputs.positions, inputs.slots, self.words, states.window, states.matrix, states.begun, *made,
+            x.stride(0), TAPS=value.taps, TAPES=states.tapes, PLACES=config.ahead + 1, **self._sizes(value, columns),
+            enable_fp_fusion=False, **options(num_warps=config.warps, num_stages=1),
+        )  # fmt: skip
+
+    def settle(self, inputs: StepInputs, value: Recurrence, states: TapedStates) -> None:
+        """Bring the states that the rows read up to their first tokens."""
+        config, columns = TOKENS, _columns(TOKENS, value)
+        settle_rows[(value.value_dim // columns, value.value_heads, min(config.rows, inputs.rows))](
+            inputs.positions, inputs.slots, self.words, states.matrix, states.begun, *states.tape, TAPES=states.tapes,
+            **self._sizes(value, columns), enable_fp_fusion=False, **options(num_warps=config.warps, num_stages=1),
         )  # fmt: skip
 
     def _recur_prompts(
-        self, inputs: StepInputs, x: Tensor, value: Recurrence, states: DeltaStates, made: list[Tensor]
-    ) -> None:
+        self, inputs: StepInputs, x: Tensor, value: Recurrence, states: DeltaStates, begun: Tensor | None,
+        made: list[Tensor],
+    ) -> None:  # fmt: skip
         """Do as :meth:`recur` with tokens from shared memory."""
         for config, one in ((ONE, True), (PROMPTS, False)):
             columns = min(config.columns, value.value_dim)
             grid = value.value_dim // columns, value.value_heads, min(config.rows, inputs.rows)
             # A prompt has about as many programs as the device has multiprocessors, and each should have one to itself.
             recur_prompts[grid](
-                inputs.positions, self.words, states.matrix, *made, ONE=one, CHUNK=config.chunk,
+                inputs.positions, self.words, states.matrix, begun, *made, ONE=one, CHUNK=config.chunk,
                 **self._sizes(value, columns), enable_fp_fusion=False, maxnreg=config.registers,
                 **options(num_warps=config.warps, num_stages=1, alone=True),
             )  # fmt: skip
@@ -295,8 +347,8 @@ class CudaRecurrences:
 
 
 def _columns(config: Config, value: Recurrence) -> int:
-    """Return the columns of a program by ``config`` whose states of a row take at most ``PLACE_BYTES``."""
-    return min(config.columns, value.value_dim, PLACE_BYTES // (4 * value.key_dim))
+    """Return the columns of a program by ``config`` whose states of a row take at most ``PLACE_BYTES`` a warp."""
+    return min(config.columns, value.value_dim, config.warps * PLACE_BYTES // (4 * value.key_dim))
 
 
 def _ahead(config: Config, value: Recurrence) -> bool:

@@ -36,6 +36,9 @@ NEIGHBORS = 4
 SCALARS, DECAY, BETA, CROSS, SKIP = tl.constexpr(4), tl.constexpr(0), tl.constexpr(1), tl.constexpr(2), tl.constexpr(3)
 """The numbers of a token and a value head: their count, and the places of decay, beta, tree(k * q) and skip."""
 
+TAPE = tl.constexpr(4)
+"""Tokens of a sequence's tape, see :mod:`preheat.backends.cuda.delta_rows`."""
+
 
 @constexpr_function
 def log2(number):
@@ -189,13 +192,28 @@ def _steps(x, RULE: tl.constexpr):
     return soft
 
 
-@triton.jit(do_not_specialize_on_alignment=["positions"])
+@triton.jit
+def entry_of(positions, slots, token, TAPES: tl.constexpr):
+    """Return where the numbers of a ``token`` lie: behind those of other tokens, or with ``TAPES`` on a tape of its slot.
+
+    A tape has :data:`TAPE` places, one after the other for tokens in turn. The sequence in slot n begins at place n.
+    """
+    if TAPES == 0:
+        return token
+    slot = tl.minimum(tl.load(slots + token), TAPES - 1)
+    return (slot * TAPE + (tl.load(positions + token) + slot) % TAPE).to(tl.int64)
+
+
+@triton.jit(do_not_specialize_on_alignment=["positions", "slots"])
 def prepare(
-    x, positions, table, window, taps, rate, bias, conv_bias, skip, order, pair, v, scalars, stride, factor,
+    x, positions, slots, table, window, taps, rate, bias, conv_bias, skip, order, pair, v, scalars, stride, factor,
     KEY_HEADS: tl.constexpr, SHARE: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr,
-    OWNERS: tl.constexpr, RULE: tl.constexpr, overlap: tl.constexpr,
+    OWNERS: tl.constexpr, TAPES: tl.constexpr, RULE: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
-    """Run steps 1 to 3 of the contract, for a token and a key head with its value heads a program."""
+    """Run steps 1 to 3 of the contract, for a token and a key head with its value heads a program.
+
+    See :func:`entry_of`.
+    """
     begin(overlap)
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
     behind = tl.load(table + OWNERS + 2 * token)
@@ -212,7 +230,8 @@ def prepare(
     b = tl.load(at, mask=real, other=0.0).to(tl.float32)
     a = tl.load(at + HEADS, mask=real, other=0.0).to(tl.float32) if RULE.betas else b
     a, rates = a + tl.load(bias + own, mask=real, other=0.0), tl.load(rate + own, mask=real, other=0.0)
-    turned = (token * KEY_HEADS + head) * (2 * KEY) + tl.load(order + keys)
+    entry = entry_of(positions, slots, token, TAPES)
+    turned = (entry * KEY_HEADS + head) * (2 * KEY) + tl.load(order + keys)
     given = (x, window, taps, conv_bias, token, token - first, slot, fresh)
     query = _convolved(*given, head * KEY + keys, keys >= 0, stride, CHANNELS, TAPS)
     key = _convolved(*given, (KEY_HEADS + head) * KEY + keys, keys >= 0, stride, CHANNELS, TAPS)
@@ -222,8 +241,8 @@ def prepare(
     step = _steps(a, RULE)
     tl.store(pair + turned, key)
     tl.store(pair + KEY + turned, query)
-    tl.store(v + token * (HEADS * VALUE) + head * OWN + values, value, mask=inside)
-    found = scalars + (token * HEADS + own) * SCALARS
+    tl.store(v + entry * (HEADS * VALUE) + head * OWN + values, value, mask=inside)
+    found = scalars + (entry * HEADS + own) * SCALARS
     tl.store(found + DECAY, tl.exp(step * rates), mask=real)
     tl.store(found + BETA, 1.0 / (1.0 + tl.exp(-b)) if RULE.betas else step, mask=real)
     if RULE.skip:
@@ -309,7 +328,7 @@ def _read(
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])
 def recur(
-    x, positions, table, window, matrix, pair, v, scalars, out, stride, KEY_HEADS: tl.constexpr,
+    x, positions, table, window, matrix, begun, pair, v, scalars, out, stride, KEY_HEADS: tl.constexpr,
     SHARE: tl.constexpr, KEY: tl.constexpr, VALUE: tl.constexpr, TAPS: tl.constexpr, PARTS: tl.constexpr,
     COLUMNS: tl.constexpr, RUN: tl.constexpr, LANES: tl.constexpr, RULE: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
@@ -359,6 +378,8 @@ def recur(
             tl.store(answers + token * (HEADS * VALUE), answer)
             if first + token + 1 == until:
                 tl.store(matrix + (write.to(tl.int64) * HEADS + head) * (KEY * VALUE) + here, state)
+                if begun is not None:
+                    tl.store(begun + write, tl.load(positions + first) + until - first, mask=block + head == 0)
                 part += 1
                 until = tl.load(table + PARTS + 2 * part, mask=part < last, other=0)
                 write = tl.load(table + PARTS + 2 * part + 1, mask=part < last, other=0)

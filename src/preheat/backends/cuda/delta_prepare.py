@@ -17,7 +17,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.runtime.jit import constexpr_function
 
-from preheat.backends.cuda.delta_kernels import BETA, CROSS, DECAY, SCALARS, SKIP, limited, log2
+from preheat.backends.cuda.delta_kernels import BETA, CROSS, DECAY, SCALARS, SKIP, TAPE, limited, log2
 from preheat.backends.cuda.launch import begin
 from preheat.ops.values import Recurrence
 
@@ -154,16 +154,25 @@ def _owner(given, token, tokens, OWNERS: gl.constexpr):
 
     All are zero from token ``tokens`` on.
     """
-    _, positions, table, _ = given
+    _, positions, table, _, _ = given
     words, there = table + OWNERS + 2 * token, token < tokens
     slot = gl.load(words + 1, mask=there, other=0).to(gl.int64)
     return gl.load(words, mask=there, other=0), slot, gl.load(positions + token, mask=there, other=0)
 
 
 @gluon.jit
+def _entry(given, token, TAPES: gl.constexpr):
+    """See :func:`preheat.backends.cuda.delta_kernels.entry_of`."""
+    if TAPES == 0:
+        return token
+    slot = gl.minimum(gl.load(given[4] + token), TAPES - 1)
+    return (slot * TAPE + (gl.load(given[1] + token) + slot) % TAPE).to(gl.int64)
+
+
+@gluon.jit
 def _before(given, token, owner, channel, stride, CHANNELS: gl.constexpr, TAPS: gl.constexpr):
     """Return the inputs before a token for ``channel`` [n], the oldest first: from its row, or from its window."""
-    x, _, _, window = given
+    x, _, _, window, _ = given
     first, slot = owner[0] - 1, owner[1]
     fresh = owner[2] == token - first  # positions of a row are neighbors
     found = given[:0]
@@ -230,7 +239,7 @@ def _put(
 def _channels(
     given, made, channel, weights, tokens, at, stride, factor, PAIRS: gl.constexpr, KEY_HEADS: gl.constexpr,
     SHARE: gl.constexpr, KEY: gl.constexpr, VALUES: gl.constexpr, TAPS: gl.constexpr, OWNERS: gl.constexpr,
-    TOKENS: gl.constexpr, RULE: gl.constexpr,
+    TOKENS: gl.constexpr, TAPES: gl.constexpr, RULE: gl.constexpr,
 ):  # fmt: skip
     """Run steps 1 and 2 of the contract for ``channel`` [n] of ``TOKENS`` tokens."""
     CHANNELS: gl.constexpr = 2 * KEY_HEADS * KEY + VALUES
@@ -246,7 +255,7 @@ def _channels(
         for each in gl.static_range(TOKENS):
             inputs += (own[each].to(gl.float32),)
             y = _convolved(inputs, weights)
-            _put(made, y, token + each, at, factor, PAIRS, KEY_HEADS, SHARE, KEY, VALUES, RULE)
+            _put(made, y, _entry(given, token + each, TAPES), at, factor, PAIRS, KEY_HEADS, SHARE, KEY, VALUES, RULE)
             inputs = inputs[1:]
     elif TOKENS > 1:
         for each in range(TOKENS):
@@ -257,16 +266,17 @@ def _channels(
                 inputs = _before(given, here, owner, channel, stride, CHANNELS, TAPS)
                 inputs += (own.to(gl.float32),)
                 y = _convolved(inputs, weights)
-                _put(made, y, here, at, factor, PAIRS, KEY_HEADS, SHARE, KEY, VALUES, RULE)
+                _put(made, y, _entry(given, here, TAPES), at, factor, PAIRS, KEY_HEADS, SHARE, KEY, VALUES, RULE)
 
 
 @gluon.jit
 def _gates(
-    x, table, scalars, rate, bias, skip, tokens, stride, GATES: gl.constexpr, HEADS: gl.constexpr,
-    OWNERS: gl.constexpr, TOKENS: gl.constexpr, RULE: gl.constexpr,
+    given, scalars, rate, bias, skip, tokens, stride, GATES: gl.constexpr, HEADS: gl.constexpr,
+    OWNERS: gl.constexpr, TOKENS: gl.constexpr, TAPES: gl.constexpr, RULE: gl.constexpr,
 ):  # fmt: skip
     """Run step 3 of the contract for all value heads of ``TOKENS`` tokens; gates begin at channel ``GATES``."""
     WIDE: gl.constexpr = 1 << log2(2 * HEADS - 1)
+    x, positions, table, _, slots = given
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
     token = gl.program_id(0).to(gl.int64) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
     own = gl.arange(0, WIDE, gl.SliceLayout(0, layout))
@@ -283,7 +293,11 @@ def _gates(
     soft = gl.where(a > 20.0, a, soft)
     if limited(RULE):
         soft = gl.minimum(gl.maximum(soft, RULE.limits[0]), RULE.limits[1])
-    found = scalars + token[:, None] * (HEADS * SCALARS) + own[None, :] * SCALARS
+    entry = token
+    if TAPES > 0:
+        slot = gl.minimum(gl.load(slots + token, mask=owner > 0, other=0), TAPES - 1)
+        entry = (slot * TAPE + (gl.load(positions + token, mask=owner > 0, other=0) + slot) % TAPE).to(gl.int64)
+    found = scalars + entry[:, None] * (HEADS * SCALARS) + own[None, :] * SCALARS
     gl.store(found + DECAY, gl.exp(soft * gl.load(rate + own, mask=real, other=0.0)[None, :]), mask=there)
     gl.store(found + BETA, 1.0 / (1.0 + gl.exp(-b)) if RULE.betas else soft, mask=there)
     if RULE.skip:
@@ -291,11 +305,11 @@ def _gates(
         gl.store(found + SKIP, none + gl.load(skip + own, mask=real, other=0.0)[None, :], mask=there)
 
 
-@gluon.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["positions"])
+@gluon.jit(do_not_specialize=["tokens"], do_not_specialize_on_alignment=["positions", "slots"])
 def prepare_heads(
-    x, positions, table, window, taps, rate, bias, conv_bias, skip, pair, v, scalars, tokens, stride, factor,
+    x, positions, slots, table, window, taps, rate, bias, conv_bias, skip, pair, v, scalars, tokens, stride, factor,
     KEY_HEADS: gl.constexpr, SHARE: gl.constexpr, KEY: gl.constexpr, VALUE: gl.constexpr, TAPS: gl.constexpr,
-    OWNERS: gl.constexpr, RULE: gl.constexpr, TOKENS: gl.constexpr, overlap: tl.constexpr,
+    OWNERS: gl.constexpr, TAPES: gl.constexpr, RULE: gl.constexpr, TOKENS: gl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Run steps 1 to 3 of the contract for ``TOKENS`` tokens: keys and queries, then values, then gates."""
     WARPS: gl.constexpr = gl.num_warps()
@@ -304,7 +318,7 @@ def prepare_heads(
     PAIRS: gl.constexpr = _pairs_layout(KEY, WARPS)
     FLAT: gl.constexpr = _values_layout(UNIT, WARPS)
     unit = gl.program_id(1)
-    given, made = (x, positions, table, window), (pair, v, scalars)
+    given, made = (x, positions, table, window, slots), (pair, v, scalars)
     if unit < KEY_HEADS // WARPS:
         number = gl.arange(0, 2 * WARPS * KEY, PAIRS)
         row, head = number // KEY, unit * WARPS
@@ -313,7 +327,7 @@ def prepare_heads(
         begin(overlap)
         _channels(
             given, made, channel, weights, tokens, head, stride, factor, True, KEY_HEADS, SHARE, KEY, VALUES,
-            TAPS, OWNERS, TOKENS, RULE,
+            TAPS, OWNERS, TOKENS, TAPES, RULE,
         )  # fmt: skip
     elif unit < KEY_HEADS // WARPS + VALUES // UNIT:
         at = (unit - KEY_HEADS // WARPS) * UNIT
@@ -322,9 +336,9 @@ def prepare_heads(
         begin(overlap)
         _channels(
             given, made, channel, weights, tokens, at, stride, factor, False, KEY_HEADS, SHARE, KEY, VALUES,
-            TAPS, OWNERS, TOKENS, RULE,
+            TAPS, OWNERS, TOKENS, TAPES, RULE,
         )  # fmt: skip
     else:
         begin(overlap)
         GATES: gl.constexpr = 2 * KEY_HEADS * KEY + 2 * VALUES
-        _gates(x, table, scalars, rate, bias, skip, tokens, stride, GATES, KEY_HEADS * SHARE, OWNERS, TOKENS, RULE)
+        _gates(given, scalars, rate, bias, skip, tokens, stride, GATES, KEY_HEADS * SHARE, OWNERS, TOKENS, TAPES, RULE)

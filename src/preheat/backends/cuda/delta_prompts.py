@@ -117,10 +117,20 @@ def begin_token(state, numbers, LANES: gl.constexpr, RULE: gl.constexpr):
 
 
 @gluon.jit
+def pass_token(shared, token, state, layout: gl.constexpr):
+    """Return the state behind a token whose change is known: it stands in place of the token's values."""
+    pairs, values, numbers = shared
+    column: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
+    key = gl.expand_dims(pairs.index(token * 2).load(gl.SliceLayout(1, layout)), 1)
+    rate, change = numbers.index(token).slice(DECAY, 1).load(column), values.index(token).load(column)
+    return state * rate[None, :, None] + key * change[None, :, None]
+
+
+@gluon.jit
 def end_token(
     shared, token, state, numbers, seen, answers, LANES: gl.constexpr, layout: gl.constexpr, RULE: gl.constexpr
 ):
-    """Store a token's answers and return the state behind the token."""
+    """Store a token's answers, and return the state behind the token and its change [columns]."""
     columns: gl.constexpr = gl.SliceLayout(0, gl.SliceLayout(2, layout))
     key, value, share, cross = numbers[0], numbers[1], numbers[3], numbers[4]
     if RULE.delta:
@@ -132,12 +142,12 @@ def end_token(
     if RULE.skip:
         answer = answer + numbers[5] * value
     gl.store(answers, answer)
-    return state + key * change[None, :, None]
+    return state + key * change[None, :, None], change
 
 
 @gluon.jit(do_not_specialize_on_alignment=["positions"])
 def recur_prompts(
-    positions, table, matrix, pair, v, scalars, out, KEY_HEADS: gl.constexpr, SHARE: gl.constexpr,
+    positions, table, matrix, begun, pair, v, scalars, out, KEY_HEADS: gl.constexpr, SHARE: gl.constexpr,
     KEY: gl.constexpr, VALUE: gl.constexpr, PARTS: gl.constexpr, COLUMNS: gl.constexpr, RUN: gl.constexpr,
     LANES: gl.constexpr, RULE: gl.constexpr, CHUNK: gl.constexpr, ONE: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
@@ -185,46 +195,48 @@ def recur_prompts(
             tl.debug_barrier()  # the row before has been read
             copy_tokens(given, chunks, 0, 0, size, KEY_HEADS, SHARE, VALUE, CHUNK, COLUMNS)
             state = gl.load(matrix + (slot * HEADS + head) * (KEY * VALUE) + here)
-            fresh = gl.load(positions + first) == 0
-            state = gl.where(fresh, 0.0, state)
+            before = gl.load(positions + first)
+            state = gl.where(before == 0, 0.0, state)
             until, write = gl.load(table + PARTS + 2 * part), gl.load(table + PARTS + 2 * part + 1)  # of the part
             answers = out + (start * HEADS + head) * VALUE + column
             for chunk in range(gl.cdiv(size, CHUNK)):
                 tl.debug_barrier()  # the chunk before the last has been read
-                begun, turn = chunk * CHUNK, (chunk + 1) % BUFFERS
-                copy_tokens(given, chunks, turn, begun + CHUNK, size, KEY_HEADS, SHARE, VALUE, CHUNK, COLUMNS)
+                done, turn = chunk * CHUNK, (chunk + 1) % BUFFERS
+                copy_tokens(given, chunks, turn, done + CHUNK, size, KEY_HEADS, SHARE, VALUE, CHUNK, COLUMNS)
                 async_copy.wait_group(1)
                 tl.debug_barrier()
                 base = chunk % BUFFERS * CHUNK
-                count = gl.minimum(size - begun, CHUNK)
+                count = gl.minimum(size - done, CHUNK)
                 token = 0
                 while token < count:
-                    left = until - first - begun  # the part's end
+                    left = until - first - done  # the part's end
                     ends = gl.minimum(left, count) if left > token else count
                     own = take(shared, base + token, layout, RULE)
                     state, seen = begin_token(state, own, LANES, RULE)
                     for _ in range((ends - token - 1) // 2):  # two tokens: no key moves between registers
-                        held, at = base + token, answers + (begun + token) * (HEADS * VALUE)
+                        held, at = base + token, answers + (done + token) * (HEADS * VALUE)
                         behind = take(shared, held + 1, layout, RULE)
-                        state = end_token(shared, held, state, own, seen, at, LANES, layout, RULE)
+                        state = end_token(shared, held, state, own, seen, at, LANES, layout, RULE)[0]
                         state, seen = begin_token(state, behind, LANES, RULE)
                         own = take(shared, held + 2, layout, RULE)
                         state = end_token(
                             shared, held + 1, state, behind, seen, at + HEADS * VALUE, LANES, layout, RULE
-                        )
+                        )[0]
                         state, seen = begin_token(state, own, LANES, RULE)
                         token += 2
                     if token < ends - 1:
-                        held, at = base + token, answers + (begun + token) * (HEADS * VALUE)
+                        held, at = base + token, answers + (done + token) * (HEADS * VALUE)
                         behind = take(shared, held + 1, layout, RULE)
-                        state = end_token(shared, held, state, own, seen, at, LANES, layout, RULE)
+                        state = end_token(shared, held, state, own, seen, at, LANES, layout, RULE)[0]
                         own = behind
                         state, seen = begin_token(state, own, LANES, RULE)
-                    at = answers + (begun + ends - 1) * (HEADS * VALUE)
-                    state = end_token(shared, base + ends - 1, state, own, seen, at, LANES, layout, RULE)
+                    at = answers + (done + ends - 1) * (HEADS * VALUE)
+                    state = end_token(shared, base + ends - 1, state, own, seen, at, LANES, layout, RULE)[0]
                     token = ends
                     if left == token:
                         gl.store(matrix + (write.to(gl.int64) * HEADS + head) * (KEY * VALUE) + here, state)
+                        if begun is not None:
+                            gl.store(begun + write, before + until - first, mask=block + head == 0)
                         part += 1
                         until = gl.load(table + PARTS + 2 * part, mask=part < last, other=0)
                         write = gl.load(table + PARTS + 2 * part + 1, mask=part < last, other=0)

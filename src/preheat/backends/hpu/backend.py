@@ -291,6 +291,9 @@ class HpuBackend:
     def recurrences(self, limits: Limits) -> None:
         """Return nothing: the facts refuse layers with states."""
 
+    def tape_bytes(self, value: Recurrence) -> int:
+        return 0
+
     def gated(self, out: Tensor, gates: Tensor) -> Tensor:
         return gated(out, gates)
 
