@@ -95,6 +95,8 @@ fields of a `StateRule` (`src/preheat/ops/values.py`, `tests/cpu/test_state_rule
   256 numbers there (`tests/cuda/test_hybrids.py`).
 - A sequence has a state slot; all slots are counted in the memory before the KV cache. One sequence of Qwen3.5-35B-A3B
   takes 61 MiB, so `--max-num-seqs` decides much of the memory.
+- On GPUs a row that decodes has its state written behind each fourth token. The tokens between lie on a tape of the
+  sequence, 4 MiB more. The next step passes them again by the same operations, and gets the same bits with fewer bytes.
 - More state slots hold the states that [hits and drafts](#kept-states) need.
 - Ranks divide the heads of a state by key heads, and so its convolution. On a CPU one,
   two and four ranks give the same bits, and so do one GPU and two.

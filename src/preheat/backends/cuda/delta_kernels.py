@@ -194,9 +194,9 @@ def _steps(x, RULE: tl.constexpr):
 
 @triton.jit
 def entry_of(positions, slots, token, TAPES: tl.constexpr):
-    """Return where the numbers of a ``token`` lie: behind those of other tokens, or with ``TAPES`` on a tape of its slot.
+    """Return where the numbers of a ``token`` lie: among those of other tokens, or with ``TAPES`` on its slot's tape.
 
-    A tape has :data:`TAPE` places, one after the other for tokens in turn. The sequence in slot n begins at place n.
+    A tape has :data:`TAPE` places, which tokens take in turn. The sequence in slot n begins at place n.
     """
     if TAPES == 0:
         return token

@@ -8,9 +8,10 @@ rows are on their way while it computes.
 Tapes. A state is written behind each :data:`TAPE`-th token only. The numbers of the tokens behind it, a fiftieth of a
 state each, lie on a tape of the sequence's slot, with the token's change d in place of its values. So the state behind
 them is S * decay + k * d once for each, and each operation gives what it gave. This changes no bit, and saves three
-writes of four. Sequences of neighboring slots write behind different tokens, so that steps take equal time. ``begun`` [state slots] is the position up to which
-another kernel has written a state, so tokens before it are not on the tape. Such a kernel reads whole states:
-:func:`settle_rows` comes before it.
+writes of four. Sequences of neighboring slots write behind different tokens, so that steps take equal time.
+
+``begun`` [state slots] is the position up to which another kernel has written a state: tokens before it are not on the
+tape. Such a kernel reads whole states, so :func:`settle_rows` comes before it.
 """
 
 from __future__ import annotations
