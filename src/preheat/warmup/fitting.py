@@ -123,7 +123,7 @@ class Fitting:
         The profiling run has one state slot, so they are counted once.
         """
         spec, sequences = self.model.spec, 1 + (self.settings.max_num_seqs or 0)
-        tapes = sequences * sum(map(self.backend.tape_bytes, spec.recurrences))
+        tapes = sequences * sum(self.backend.tape_bytes(each) for each in spec.recurrences)
         return (sequences + self._more_states) * spec.state_bytes(self.model.dtype.itemsize) + tapes
 
     @property
