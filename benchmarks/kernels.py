@@ -28,7 +28,7 @@ from benchmarks.suite.offline import Offline
 from preheat.model.specs import ModelSpec
 
 KINDS = {
-    "states": ("recur", "prepare", "finish"),
+    "states": ("recur", "settle_rows", "prepare", "finish"),
     "routing": ("_route", "_arrange", "_spread", "_combine"),
     "experts": ("experts",),
     "attention": ("_decode", "_prefill", "attention"),

@@ -38,10 +38,12 @@ class DeltaLayer:
         )  # fmt: skip
         self.kernels = CudaRecurrences(limits, backend)
         self.states = self.kernels.states(value, limits.state_slots, dtype)
-        for each in (self.states.window, self.states.matrix, *getattr(self.states, "tape", ())):
-            each.fill_(float("nan"))
+        filled = [self.states.window, self.states.matrix]
         if isinstance(self.states, TapedStates):
+            filled += self.states.tape
             self.states.begun.fill_(1000)  # a longer text had the slots before
+        for each in filled:
+            each.fill_(float("nan"))
         self.done = [0] * len(lengths)
 
     def step(self, *parts: Part, width: int = 0) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -162,8 +163,13 @@ def tape_bytes(value: Recurrence) -> int:
     """Return the bytes of a sequence's tape in a layer of ``value``; 0 where each step writes states."""
     if not _ahead(TOKENS, value):
         return 0
-    each = 2 * value.key_size + value.value_size + int(kernels.SCALARS.value) * value.value_heads
-    return int(kernels.TAPE.value) * each * 4
+    return int(kernels.TAPE.value) * 4 * sum(heads * size for heads, size in _number_shapes(value))
+
+
+def _number_shapes(value: Recurrence) -> list[tuple[int, int]]:
+    """Return the heads, and the numbers of a head, of each tensor that :meth:`CudaRecurrences.prepare` fills."""
+    scalars = int(kernels.SCALARS.value)
+    return [(value.key_heads, 2 * value.key_dim), (value.value_heads, value.value_dim), (value.value_heads, scalars)]
 
 
 class CudaRecurrences:
@@ -187,13 +193,8 @@ class CudaRecurrences:
 
     def _numbers(self, value: Recurrence, tokens: int) -> list[Tensor]:
         """Return room for what :meth:`prepare` makes of ``tokens`` tokens."""
-        return [
-            torch.empty(tokens, heads, size, dtype=torch.float32, device=self._device)
-            for heads, size in (
-                (value.key_heads, 2 * value.key_dim), (value.value_heads, value.value_dim),
-                (value.value_heads, kernels.SCALARS.value),
-            )
-        ]  # fmt: skip
+        room = partial(torch.empty, dtype=torch.float32, device=self._device)
+        return [room(tokens, heads, size) for heads, size in _number_shapes(value)]
 
     def plan(self, step: StepRows, states: StepStates) -> np.ndarray:
         return self._table.of_step(states, step.tokens)

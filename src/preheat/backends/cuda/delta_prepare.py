@@ -161,12 +161,13 @@ def _owner(given, token, tokens, OWNERS: gl.constexpr):
 
 
 @gluon.jit
-def _entry(given, token, TAPES: gl.constexpr):
-    """See :func:`preheat.backends.cuda.delta_kernels.entry_of`."""
+def _entry(given, token, there, TAPES: gl.constexpr):
+    """See :func:`preheat.backends.cuda.delta_kernels.entry_of`; tokens that are not ``there``, if given, have any."""
     if TAPES == 0:
         return token
-    slot = gl.minimum(gl.load(given[4] + token), TAPES - 1)
-    return (slot * TAPE + (gl.load(given[1] + token) + slot) % TAPE).to(gl.int64)
+    other: gl.constexpr = None if there is None else 0
+    slot = gl.minimum(gl.load(given[4] + token, mask=there, other=other), TAPES - 1)
+    return (slot * TAPE + (gl.load(given[1] + token, mask=there, other=other) + slot) % TAPE).to(gl.int64)
 
 
 @gluon.jit
@@ -255,7 +256,8 @@ def _channels(
         for each in gl.static_range(TOKENS):
             inputs += (own[each].to(gl.float32),)
             y = _convolved(inputs, weights)
-            _put(made, y, _entry(given, token + each, TAPES), at, factor, PAIRS, KEY_HEADS, SHARE, KEY, VALUES, RULE)
+            entry = _entry(given, token + each, None, TAPES)
+            _put(made, y, entry, at, factor, PAIRS, KEY_HEADS, SHARE, KEY, VALUES, RULE)
             inputs = inputs[1:]
     elif TOKENS > 1:
         for each in range(TOKENS):
@@ -266,7 +268,8 @@ def _channels(
                 inputs = _before(given, here, owner, channel, stride, CHANNELS, TAPS)
                 inputs += (own.to(gl.float32),)
                 y = _convolved(inputs, weights)
-                _put(made, y, _entry(given, here, TAPES), at, factor, PAIRS, KEY_HEADS, SHARE, KEY, VALUES, RULE)
+                entry = _entry(given, here, None, TAPES)
+                _put(made, y, entry, at, factor, PAIRS, KEY_HEADS, SHARE, KEY, VALUES, RULE)
 
 
 @gluon.jit
@@ -276,7 +279,7 @@ def _gates(
 ):  # fmt: skip
     """Run step 3 of the contract for all value heads of ``TOKENS`` tokens; gates begin at channel ``GATES``."""
     WIDE: gl.constexpr = 1 << log2(2 * HEADS - 1)
-    x, positions, table, _, slots = given
+    x, _, table, _, _ = given
     layout: gl.constexpr = gl.BlockedLayout([1, 1], [1, 32], [gl.num_warps(), 1], [1, 0])
     token = gl.program_id(0).to(gl.int64) * TOKENS + gl.arange(0, TOKENS, gl.SliceLayout(1, layout))
     own = gl.arange(0, WIDE, gl.SliceLayout(0, layout))
@@ -293,10 +296,7 @@ def _gates(
     soft = gl.where(a > 20.0, a, soft)
     if limited(RULE):
         soft = gl.minimum(gl.maximum(soft, RULE.limits[0]), RULE.limits[1])
-    entry = token
-    if TAPES > 0:
-        slot = gl.minimum(gl.load(slots + token, mask=owner > 0, other=0), TAPES - 1)
-        entry = (slot * TAPE + (gl.load(positions + token, mask=owner > 0, other=0) + slot) % TAPE).to(gl.int64)
+    entry = _entry(given, token, owner > 0, TAPES)
     found = scalars + entry[:, None] * (HEADS * SCALARS) + own[None, :] * SCALARS
     gl.store(found + DECAY, gl.exp(soft * gl.load(rate + own, mask=real, other=0.0)[None, :]), mask=there)
     gl.store(found + BETA, 1.0 / (1.0 + gl.exp(-b)) if RULE.betas else soft, mask=there)

@@ -10,8 +10,9 @@ state each, lie on a tape of the sequence's slot, with the token's change d in p
 them is S * decay + k * d once for each, and each operation gives what it gave. This changes no bit, and saves three
 writes of four. Sequences of neighboring slots write behind different tokens, so that steps take equal time.
 
-``begun`` [state slots] is the position up to which another kernel has written a state: tokens before it are not on the
-tape. Such a kernel reads whole states, so :func:`settle_rows` comes before it.
+``begun`` [state slots] is the position up to which a state was made elsewhere: by a kernel for prompts, or of another
+slot's state. Tokens before it are not on the tape. Kernels for prompts read whole states, so :func:`settle_rows` comes
+before them.
 """
 
 from __future__ import annotations
