@@ -196,14 +196,20 @@ FORMATS: dict[str, dict[str, Any]] = {
 """The quantization of weights, by ``--format``: the checkpoint's ``quantization_config``; fp8 is made while loading."""
 
 
-def named(shape: str, number_format: str | None, options: dict[str, Any]) -> str:
+WEIGHTS = ("normal", "narrow")
+"""Names of dummy weights, see :func:`benchmarks.common.dummies.dummy_weights`."""
+
+
+def named(shape: str, number_format: str | None, options: dict[str, Any], weights: str = "normal") -> str:
     """Return the name of a result.
 
-    It has the shape, the formats of weights and cache other than the model's own, and the number of several ranks.
+    It has the shape, the formats of weights and cache other than the model's own, the number of several ranks, and
+    dummy ``weights`` other than normal ones.
     """
     kv, ranks = options.get("kv_cache_dtype", "auto"), int(options.get("tensor_parallel_size", 1))
     parts = [shape, *([number_format] if number_format else []), *([] if kv == "auto" else ["kv", kv])]
-    return "_".join([*parts, *([] if ranks == 1 else [f"tp{ranks}"])])
+    parts += [] if ranks == 1 else [f"tp{ranks}"]
+    return "_".join([*parts, *([] if weights == "normal" else [weights])])
 
 
 @dataclass(frozen=True)

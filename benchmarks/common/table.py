@@ -8,6 +8,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks.common.shapes import WEIGHTS
+
 ANCHORS = Path(__file__).parents[1] / "results" / "anchors.json"
 Row = tuple[str, Sequence[float | None]]
 """A figure's name, and the figure of each of :func:`columns`. None: there is no figure."""
@@ -31,9 +33,15 @@ def anchors() -> dict[str, Any]:
 
 
 def anchor(shape: str) -> dict[str, Any]:
-    """Return vLLM's figures of ``shape``, with the version and the machine that gave them."""
+    """Return vLLM's figures of ``shape``, with the version and the machine that gave them.
+
+    Its dummy weights are narrow, so figures of a shape stand beside ours with either weights.
+    """
     every = anchors()
-    return {"engine": every["engine"], "machine": every["machine"], **every["shapes"].get(shape, {})}
+    return {
+        "engine": every["engine"], "machine": every["machine"],
+        **every["shapes"].get(shape.removesuffix(f"_{WEIGHTS[1]}"), {}),
+    }  # fmt: skip
 
 
 def columns(shape: str, parts: Mapping[str, Any]) -> list[Column]:
@@ -66,6 +74,7 @@ def flat(parts: Mapping[str, Any]) -> dict[str, float]:
     found |= {f"ready, {name}, weights from files, s": files.get(f"ready_{name}_s") for name in ("cold", "second")}
     found |= _latencies(latency)
     found |= {f"prefill of {n} tokens, tokens/s": v for n, v in latency.get("prefill_tok_s_by_length", {}).items()}
+    found |= _visited(latency.get("arithmetic", {}))
     found["nanobench, tokens/s"] = figures.get("throughput", {}).get("nanobench", {}).get("tok_s")
     found |= {f"ITL, {n}, ms": v for n, v in figures.get("long", {}).get("itl_ms_long", {}).items()}
     found["first request ÷ steady, offline, worst"] = figures.get("first", {}).get("worst_ratio")
@@ -91,6 +100,12 @@ def _latencies(figures: Mapping[str, Any]) -> dict[str, float | None]:
     found["TTFT of 2,048 tokens, ms"] = figures.get("ttft_ms")
     found["prefill 32 × 2,048, tokens/s"] = figures.get("prefill_tok_s")
     return found
+
+
+def _visited(arithmetic: Mapping[str, Any]) -> dict[str, float | None]:
+    """Return the counted experts that a step visits in a layer."""
+    counts = ((batch, found.get("experts") or {}) for batch, found in arithmetic.items())
+    return {f"experts visited, batch {batch}, of {each['of']}": each["counted"] for batch, each in counts if each}
 
 
 def _sweep(lines: list[dict[str, Any]]) -> dict[str, float | None]:

@@ -22,6 +22,7 @@ from benchmarks.common.shapes import (
     FORMATS,
     FULL,
     TINY,
+    WEIGHTS,
     Sizes,
     engine_options,
     long_length,
@@ -41,7 +42,7 @@ from preheat.utils.text import did_you_mean
 TOGETHER = (("startup",), ("first", "latency", "throughput"), ("serve",), ("long",))
 """Benchmarks that share a process, in the order in which they run."""
 
-OWN = ("parts", "shape", "format", "output", "seconds", "tiny", "checkpoint", "caches")
+OWN = ("parts", "shape", "format", "weights", "output", "seconds", "tiny", "checkpoint", "caches")
 """The arguments that are not options of the engine."""
 
 
@@ -57,6 +58,7 @@ def arguments(words: Sequence[str]) -> dict[str, Any]:
     parser.add_argument("parts", nargs="+", metavar="NAME", choices=(*SUITE, ALL), help="as listed below")
     parser.add_argument("--shape", choices=CHOICES, default="llama-3.1-8b", help="sizes of the model [%(default)s]")
     parser.add_argument("--format", choices=FORMATS, help="of the weights [the shape's own]")
+    parser.add_argument("--weights", choices=WEIGHTS, default="normal", help="dummies; vLLM's are narrow [%(default)s]")
     parser.add_argument("--output", metavar="DIR", default=".", help="where SHAPE_FORMAT.json is written [%(default)s]")
     parser.add_argument("--seconds", type=float, default=3600.0, help="what does not fit is left out [%(default)g]")
     parser.add_argument("--tiny", action="store_true", help="a smoke test, whose figures mean nothing")
@@ -78,11 +80,13 @@ def main(words: Sequence[str]) -> int:
     """
     values = arguments(words)
     own = argparse.Namespace(**{name: values.pop(name) for name in OWN})
-    own.name = named(own.shape, own.format, values)
+    own.name = named(own.shape, own.format, values, own.weights)
     if own.shape == BUNDLED and own.format not in {None, "fp8"}:
         raise SettingsError(f"--format {own.format} is a checkpoint's: take a shape that is not the bundled model's")
     if "model" in values:
         raise SettingsError("bench takes --shape in place of --model", param="model")
+    if own.weights != "normal" and (alone := _refusal_of_weights(own, values)) is not None:
+        raise SettingsError(f"--weights {own.weights} is for {alone}")
     if own.checkpoint and (own.parts != ["startup"] or own.shape == BUNDLED):
         raise SettingsError("--checkpoint is for startup alone, and not for the bundled model: drop it")
     if own.caches and Path(own.caches).is_dir() and any(Path(own.caches).iterdir()):
@@ -101,6 +105,17 @@ def main(words: Sequence[str]) -> int:
     return int(failed)
 
 
+def _refusal_of_weights(own: argparse.Namespace, values: dict[str, Any]) -> str | None:
+    """Return the runs that dummy weights other than normal ones are for, or None if this is one of them."""
+    if own.shape == BUNDLED or own.checkpoint:
+        return "models without a checkpoint: drop it, or take another --shape"
+    if int(values.get("tensor_parallel_size", 1)) > 1:
+        return "one rank: drop --tensor-parallel-size"
+    if not set(own.parts) <= {"first", "latency", "throughput", "long"}:
+        return "first, latency, throughput and long, whose engine runs in this process"
+    return None
+
+
 def _spread(groups: list[tuple[str, ...]], own: argparse.Namespace, engine: list[str], clock: Clock) -> bool:
     """Run each group in a process of its own.
 
@@ -110,6 +125,7 @@ def _spread(groups: list[tuple[str, ...]], own: argparse.Namespace, engine: list
     with _folder(own.caches) as folder:
         shared = [f"--shape={own.shape}", f"--output={own.output}", *(["--tiny"] if own.tiny else []), *engine]
         shared += [f"--format={own.format}"] if own.format else []
+        shared += [f"--weights={own.weights}"]
         for group in groups:
             command = [sys.executable, "-m", "benchmarks", *group, *shared]
             command += [f"--seconds={max(clock.left - 5, 0):.0f}"]
@@ -154,10 +170,13 @@ def _measure(group: tuple[str, ...], own: argparse.Namespace, given: dict[str, A
 def _offline(
     group: tuple[str, ...], own: argparse.Namespace, options: dict[str, Any], sizes: Sizes, clock: Clock
 ) -> None:
+    from benchmarks.common.dummies import dummy_weights
     from benchmarks.suite.offline import Offline
     from preheat.llm import LLM
 
-    offline = Offline(LLM(**options), sizes, vocabulary(own.shape, tiny=own.tiny), clock)
+    with dummy_weights(own.weights):
+        llm = LLM(**options)
+    offline = Offline(llm, sizes, vocabulary(own.shape, tiny=own.tiny), clock)
     for part in group:
         getattr(offline, part)(_report(part, own, options))
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from benchmarks.common.checkpoint import write_checkpoint
-from benchmarks.common.shapes import FORMATS, engine_options, named
+from benchmarks.common.shapes import FORMATS, WEIGHTS, config_of, engine_options, named
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.cli.main import main
 from preheat.model.families import read_spec
@@ -76,6 +76,24 @@ def test_parts_that_do_not_fit_are_left_out_and_named(tmp_path):
     left_out = json.loads((tmp_path / "bundled.json").read_text())["parts"]["latency"]["figures"]["left_out"]
     assert "batch 2: max_num_seqs is lower" in left_out
     assert "batch 1: out of time" in left_out
+
+
+def test_narrow_weights_send_all_tokens_to_the_same_experts(tmp_path):
+    """Their figures have a file of their own, and refuse runs that would load other weights."""
+    counted = {}
+    for weights in WEIGHTS:
+        line = ["bench", "latency", "--tiny", "--shape", "gpt-oss-20b", "--weights", weights, "--device", "cpu"]
+        assert main([*line, "--output", str(tmp_path), "--on-cold", "count", "--execution-mode", "eager"]) == 0
+        found = json.loads((tmp_path / f"{named('gpt-oss-20b', None, {}, weights)}.json").read_text())["parts"]
+        counted[weights] = found["latency"]["figures"]["arithmetic"]["2"]["experts"]["counted"]
+    top_k = config_of("gpt-oss-20b", tiny=True)["num_experts_per_tok"]
+    assert counted["narrow"] == top_k < counted["normal"]
+    for refused in (
+        [*line, "--shape", "bundled"],
+        [*line, "--tensor-parallel-size", "2"],
+        ["bench", "serve", *line[2:]],
+    ):
+        assert main(refused) == 2
 
 
 @pytest.mark.parametrize("tied", [False, True])
