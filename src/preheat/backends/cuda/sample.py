@@ -127,7 +127,13 @@ def kind(value, mask):
     2 if a logit is NaN or +inf, else 1 if a token is possible, else 0. A row is finite if the greatest of its kinds is
     FINITE.
     """
-    return tl.max(tl.where(mask, tl.where(value < float("inf"), (value > float("-inf")).to(tl.int32), 2), 0))
+    return tl.max(tl.where(mask, kind_of_greatest(value), 0))
+
+
+@triton.jit
+def kind_of_greatest(value):
+    """Return the kind of raw logits whose greatest is ``value``, NaN if one of them is NaN; see :func:`kind`."""
+    return tl.where(value < float("inf"), (value > float("-inf")).to(tl.int32), 2)
 
 
 @triton.jit

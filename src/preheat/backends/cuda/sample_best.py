@@ -10,15 +10,15 @@ from preheat.backends.cuda.sample import (
     FINAL,
     FINITE,
     FREQUENCY,
+    NO_TOKEN,
     PRESENCE,
     REPETITION,
     SLOT,
     id_of,
-    kind,
+    kind_of_greatest,
     mend,
     order,
     real,
-    winner,
     word,
 )
 
@@ -41,13 +41,41 @@ def peaks(
         return
     group = chunk * (CHUNK // GROUP) + tl.arange(0, CHUNK // GROUP)
     ids = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    value = tl.load(logits + row.to(tl.int64) * stride + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
+    logits += row.to(tl.int64) * stride
+    value = tl.load(logits + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
     if raw:
-        tl.store(kinds + row * tl.num_programs(0) + chunk, kind(value, ids < VOCAB))
-        value = tl.where(ids < VOCAB, mend(value), value)
-    tl.store(tops + row * GROUPS + group, tl.max(value, axis=1))
-    best, token = winner(value, ids, ids < VOCAB)
+        top = tl.reduce(value, 1, _greater_or_nan)
+        best = tl.reduce(top, 0, _greater_or_nan)
+        tl.store(kinds + row * tl.num_programs(0) + chunk, kind_of_greatest(best))
+        if not (best < float("inf")):  # NaN or +inf: logits beside them count, too
+            top = tl.max(tl.where(ids < VOCAB, mend(value), value), axis=1)
+        top = tl.where(group * GROUP < VOCAB, mend(top), top)
+    else:
+        top = tl.max(value, axis=1)
+    tl.store(tops + row * GROUPS + group, top)
+    best, token = _winner_of_groups(logits, top, group, VOCAB, GROUP, raw)
     tl.store(leads + row * tl.num_programs(0) + chunk, order(best, token))
+
+
+@triton.jit
+def _greater_or_nan(one, other):
+    """Return the greater number, or NaN if one of them is NaN."""
+    return tl.maximum(one, other, propagate_nan=tl.PropagateNan.ALL)
+
+
+@triton.jit
+def _winner_of_groups(logits, top, group, VOCAB: tl.constexpr, GROUP: tl.constexpr, raw: tl.constexpr):
+    """Return the greatest of the groups' greatest logits and the lowest id with it.
+
+    Only the first group that has it is read again: to compare all logits costs more than to read them.
+    """
+    best = tl.max(top)
+    first = tl.min(tl.where(top == best, group, NO_TOKEN))
+    ids = first * GROUP + tl.arange(0, GROUP)
+    value = tl.load(logits + ids, mask=ids < VOCAB, other=float("-inf")).to(tl.float32)
+    if raw:
+        value = tl.where(ids < VOCAB, mend(value), value)
+    return best, tl.min(tl.where((value == best) & (ids < VOCAB), ids, NO_TOKEN))
 
 
 @triton.jit
