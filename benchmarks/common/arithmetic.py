@@ -130,4 +130,4 @@ def _told(
 
 def _arranged(found: Any) -> int:
     """Return the experts with rows in an arrangement; one of blocks of one row has only the experts of blocks."""
-    return len(found.experts.unique()) if found.block == 1 else int((found.starts.diff() > 0).sum())
+    return len(found.experts.unique()) if found.block == 1 else int((found.rows_of_experts > 0).sum())

@@ -107,25 +107,31 @@ def test_a_combine_in_the_order_of_arrival_is_seen():
     torch.testing.assert_close(backwards, right, rtol=1e-3, atol=1e-3)
 
 
-def arranged(logits: Tensor, routing: Routing, block: int) -> Arrangement:
-    return arrange(logits, routing, block, torch.zeros(logits.shape[1], dtype=torch.int32))
+def arranged(logits: Tensor, routing: Routing, block: int, *, largest_first: bool = False) -> Arrangement:
+    return arrange(logits, routing, block, torch.zeros(logits.shape[1], dtype=torch.int32), largest_first=largest_first)
 
 
+@pytest.mark.parametrize("largest_first", [False, True])
 @pytest.mark.parametrize("experts", [3, 8, 130])
 @pytest.mark.parametrize("tokens", [1, 9, 300])
-def test_an_arrangement_puts_every_slot_into_a_block_of_its_expert(tokens, experts):
+def test_an_arrangement_puts_every_slot_into_a_block_of_its_expert(tokens, experts, largest_first):
+    """With the largest first, an expert begins behind all experts with more rows."""
     routing, block = Routing(2, True, False), 16
     logits = noise(tokens, experts)
-    made = arranged(logits, routing, block)
+    made = arranged(logits, routing, block, largest_first=largest_first)
     chosen, weights = route(logits, routing)
     torch.testing.assert_close(made.weights, weights, rtol=2e-6, atol=0)
     places = made.places.long()
     assert len(places.unique()) == len(places)
     assert torch.equal(made.experts[places // block].long(), chosen.view(-1))
     assert torch.equal(made.tokens[places].long(), torch.arange(len(places)) // routing.top_k)
-    blocks = (torch.bincount(chosen.view(-1), minlength=experts) + block - 1) // block
-    assert made.starts.tolist() == [0, *blocks.cumsum(0).tolist()]
-    assert blocks.sum() <= len(made.experts) == most_blocks(len(places), experts, block)
+    rows = torch.bincount(chosen.view(-1), minlength=experts)
+    blocks = (rows + block - 1) // block
+    places = (-rows).argsort(stable=True) if largest_first else torch.arange(experts)
+    ends = blocks[places].cumsum(0)
+    assert made.starts[places].tolist() == [0, *ends[:-1].tolist()]
+    assert made.starts[experts] == ends[-1]
+    assert blocks.sum() <= len(made.experts) == most_blocks(chosen.numel(), experts, block)
 
 
 def test_the_bound_of_blocks_is_reached():

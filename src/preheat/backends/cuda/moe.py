@@ -80,7 +80,7 @@ def experts_forward(
     ``counts`` are as for :func:`arrange`. ``adding`` adds terms to the outputs of both layers, before the activation
     and before rows are weighted. Experts with an activation ``between`` their layers have no terms.
     """
-    arrangement = arrange(logits, routing, config.block, counts)
+    arrangement = arrange(logits, routing, config.block, counts, largest_first=streams(config.gate_up, gate_up))
     return combine(experts_rows(config, x, gate_up, down, arrangement, adding, between), arrangement)
 
 
@@ -113,6 +113,11 @@ def fuses(config: ExpertsConfig, activation: Activation) -> bool:
     return config.block > 1 and activation in FUSED and config.gate_up.multiplies.kind == "tile"
 
 
+def streams(choice: Tile | Wide | Expanded, weight: Weight) -> bool:
+    """Whether ``choice`` is the kernel that streams codes: its programs take tiles in turn."""
+    return choice.kind == "tile" and choice.bulk and weight.form == "codes"
+
+
 def with_biases(config: ExpertsConfig) -> ExpertsConfig:
     """Return ``config`` for experts with biases: tiles in place of the kernel for many rows, which adds none."""
     return _TILES if config.gate_up.kind == "wide" else config
@@ -133,8 +138,7 @@ def experts_layer(
     See :func:`preheat.backends.cuda.matmul.gemm.experts_product`.
     """
     gathered = bool(gated) if gathered is None else gathered
-    streamed = choice.kind == "tile" and choice.bulk and weight.form == "codes"
-    if choice.kind == "tile" and not streamed:
+    if choice.kind == "tile" and not streams(choice, weight):
         return experts_product(
             choice, x, weight, arrangement, gated=gated, gathered=gathered, bias=bias, early=early
         )  # fmt: skip
@@ -265,8 +269,9 @@ class ExpertsLayer:
     def _rows_of(self, config: ExpertsConfig, x: Rows, logits: Tensor, adding: Adding | None) -> Unsummed:
         """Return the rows of all slots by the kernels of ``config``."""
         config, counts = self._with_biases(config), self._counts[: self.shape.num_experts]
-        arrangement = arrange(logits, self.value.routing, config.block, counts, self._scales)
         weights = self._gate_up[0], self._down[0]
+        streamed = streams(config.gate_up, weights[0])
+        arrangement = arrange(logits, self.value.routing, config.block, counts, self._scales, largest_first=streamed)
         return Unsummed(experts_rows(config, x, *weights, arrangement, adding, self._between), arrangement)
 
     def _with_biases(self, config: ExpertsConfig) -> ExpertsConfig:
@@ -277,8 +282,12 @@ class ExpertsLayer:
         """Return the outputs of experts that are dealt to ranks; this one has the numbers ``own``."""
         config = self._with_biases(config)
         with self._counting():
-            arrangement = arrange(logits, self.value.routing, config.block, self._counts, self._scales, own)
-            rows = experts_rows(config, x, self._gate_up[0], self._down[0], arrangement, between=self._between)
+            weights = self._gate_up[0], self._down[0]
+            streamed, routing = streams(config.gate_up, weights[0]), self.value.routing
+            arrangement = arrange(
+                logits, routing, config.block, self._counts, self._scales, own, largest_first=streamed
+            )
+            rows = experts_rows(config, x, *weights, arrangement, between=self._between)
             return combine(self._ranks.gather(by_slots(rows, arrangement)), arrangement)
 
     def _added(self, y: Tensor, x: Tensor, arrangement: Arrangement, first: bool) -> Tensor:

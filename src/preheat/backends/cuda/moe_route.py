@@ -98,17 +98,23 @@ def _route(
 def _arrange(
     chosen, ranks, counts, places, tokens, experts, starts, slots, blocks, K: tl.constexpr, BLOCK: tl.constexpr,
     EXPERTS: tl.constexpr, WIDTH: tl.constexpr, SLOTS: tl.constexpr, dealt: tl.constexpr, FIRST: tl.constexpr,
-    overlap: tl.constexpr,
+    largest_first: tl.constexpr, overlap: tl.constexpr,
 ):  # fmt: skip
     """Place ``SLOTS`` slots and as many blocks a program; every program adds up the counts for itself.
 
-    ``dealt``: slots of experts outside of [FIRST, FIRST + EXPERTS) get no place.
+    ``dealt``: slots of experts outside of [FIRST, FIRST + EXPERTS) get no place. ``largest_first``:
+    blocks of experts with more rows come first.
     """
     begin(overlap)
     at = tl.arange(0, WIDTH)
     rows = tl.load(counts + at, mask=at < EXPERTS, other=0)
     sizes = (rows + (BLOCK - 1)) // BLOCK
-    ends = tl.cumsum(sizes, 0)
+    if largest_first:
+        more, equal = rows[None, :] > rows[:, None], rows[None, :] == rows[:, None]
+        before = more | (equal & (at[None, :] < at[:, None]))
+        starting = tl.sum(tl.where(before, sizes[None, :], 0), 1)
+    else:
+        starting = tl.cumsum(sizes, 0) - sizes
     here = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
 
     inside = here < slots
@@ -117,16 +123,17 @@ def _arrange(
         expert -= FIRST
         inside &= (expert >= 0) & (expert < EXPERTS)
         expert = tl.where(inside, expert, 0)
-    first = tl.gather(ends - sizes, expert, 0)
+    first = tl.gather(starting, expert, 0)
     place = first * BLOCK + tl.load(ranks + here, mask=inside, other=0)
     tl.store(places + here, place, mask=inside)
     tl.store(tokens + place, here // K, mask=inside)
 
     if tl.program_id(0) * SLOTS < blocks:
-        before = tl.sum((ends[None, :] <= here[:, None]).to(tl.int32), 1)
-        tl.store(experts + here, tl.minimum(before, EXPERTS - 1), mask=here < blocks)
+        ends = starting + sizes
+        its = (starting[None, :] <= here[:, None]) & (here[:, None] < ends[None, :])
+        tl.store(experts + here, tl.sum(tl.where(its, at[None, :], 0), 1), mask=here < blocks)
     if tl.program_id(0) == 0:
-        tl.store(starts + at, ends - sizes, mask=at < EXPERTS)
+        tl.store(starts + at, starting, mask=at < EXPERTS)
         tl.store(starts + EXPERTS, tl.sum(sizes, 0))
 
 
@@ -147,12 +154,14 @@ NO_SCALES = Scales()
 
 def arrange(
     logits: Tensor, routing: Routing, block: int, counts: Tensor, scales: Scales = NO_SCALES,
-    own: tuple[int, int] | None = None,
+    own: tuple[int, int] | None = None, *, largest_first: bool = False,
 ) -> Arrangement:  # fmt: skip
     """Return the arrangement of the experts chosen by ``logits`` [tokens, experts].
 
     Blocks have ``block`` rows. ``counts`` int32 [experts] are zeros; :func:`combine` makes them zeros again. ``own``:
-    only the experts [from, to) get rows.
+    only the experts [from, to) get rows. ``largest_first``: experts with more rows come first, for programs that take
+    blocks in turn. The kernel for many rows finds an expert's last block at the start of the next expert, so it needs
+    the experts in order.
     """
     tokens, num_experts = logits.shape
     slots = tokens * routing.top_k
@@ -184,7 +193,7 @@ def arrange(
     _arrange[(triton.cdiv(max(slots, blocks), at_once),)](
         chosen, ranks, made.rows_of_experts, made.places, made.tokens, made.experts, made.starts, slots, blocks,
         K=routing.top_k, BLOCK=block, EXPERTS=last - first, WIDTH=triton.next_power_of_2(last - first), SLOTS=at_once,
-        dealt=own is not None, FIRST=first, **options(num_warps=4, num_stages=1),
+        dealt=own is not None, FIRST=first, largest_first=largest_first, **options(num_warps=4, num_stages=1),
     )  # fmt: skip
     return made
 

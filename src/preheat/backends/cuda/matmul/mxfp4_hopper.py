@@ -6,8 +6,9 @@ Four warps, or two groups of four, make numbers of codes in the registers that t
 times 64 outputs of a tile: gates and their ups, or outputs of both halves. While the unit multiplies the first 64, the
 group makes the numbers of the others.
 
-Programs take tiles in turn. Two programs of one group share a multiprocessor: one makes numbers while the other
-multiplies. Two groups share the rows of x, which counts where rows are many. Few rows of an expert fill half a tile.
+Programs take tiles in turn, tiles with more rows first. Two programs of one group share a multiprocessor: one makes
+numbers while the other multiplies. Two groups share the rows of x, which counts where rows are many. Few rows of an
+expert fill half a tile.
 """
 
 from __future__ import annotations
@@ -70,6 +71,24 @@ def _place(tile, groups, across, ROWS: gl.constexpr, WIDTH: gl.constexpr):
 
 
 @gluon.jit
+def _turns(tiles):
+    """Return the number of tiles that a program takes."""
+    programs = gl.num_programs(0)
+    whole = tiles // programs
+    return whole + (_taken(whole) < tiles).to(gl.int32)
+
+
+@gluon.jit
+def _taken(turn):
+    """Return the tile that a program takes in a ``turn``.
+
+    Tiles with more rows come first, and each second turn goes backwards: no program has the larger tile of every turn.
+    """
+    programs, program = gl.num_programs(0), gl.program_id(0)
+    return turn * programs + gl.where(turn % 2 == 0, program, programs - 1 - program)
+
+
+@gluon.jit
 def _load(
     x, x_half, codes, scales, groups, sizes, rings, EXPERTS: gl.constexpr, gated: gl.constexpr, overlap: gl.constexpr
 ):  # fmt: skip
@@ -84,8 +103,8 @@ def _load(
     columns, steps = sizes
     across = gl.cdiv(columns, WIDTH if gated else 2 * WIDTH)
     at = 0
-    for tile in range(gl.program_id(0), gl.load(groups[1] + EXPERTS) * across, gl.num_programs(0)):
-        expert, first, row, rows = _place(tile, groups, across, ROWS, WIDTH)
+    for turn in range(_turns(gl.load(groups[1] + EXPERTS) * across)):
+        expert, first, row, rows = _place(_taken(turn), groups, across, ROWS, WIDTH)
         few = rows <= ROWS // 2
         for step in range(steps):
             place, phase = ring(at, STAGES)
@@ -232,9 +251,9 @@ def _multiply(
     begin_late(overlap)
     columns, steps = sizes
     across = gl.cdiv(columns, WIDTH if gated else 2 * WIDTH)
-    tiles, at = gl.load(groups[1] + EXPERTS) * across, 0
-    for tile in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        where = _place(tile, groups, across, ROWS, WIDTH)
+    at = 0
+    for turn in range(_turns(gl.load(groups[1] + EXPERTS) * across)):
+        where = _place(_taken(turn), groups, across, ROWS, WIDTH)
         if where[3] <= ROWS // 2:
             _tile(group, y, bias, where, at, rings, sizes, True, gated, ACTIVATION, LARGE)
         else:
