@@ -149,7 +149,7 @@ def test_the_rule_keeps_to_the_kernels_limits(rows):
 
 def test_cublas_serves_many_rows_unless_outputs_are_few():
     wide, narrow = LinearShape(28672, 4096), LinearShape(1024, 3072)
-    assert [isinstance(rule(wide, rows), Library) for rows in (1, 23, 24, 8192)] == [False, False, True, True]
+    assert [isinstance(rule(wide, rows), Library) for rows in (1, 32, 33, 8192)] == [False, False, True, True]
     assert [isinstance(rule(narrow, rows), Library) for rows in (24, 127, 128)] == [False, False, True]
 
 

@@ -226,9 +226,12 @@ def rule(shape: LinearShape, rows: int, *, card: Card = PORTABLE) -> KernelConfi
 
 
 def candidates(shape: LinearShape, rows: int, *, card: Card = PORTABLE) -> Iterator[KernelConfig]:
-    """Yield everything worth measuring for ``rows`` rows of a layer on ``card``."""
+    """Yield everything worth measuring for ``rows`` rows of a layer on ``card``, the rule's guess first."""
+    guess = rule(shape, rows, card=card)
+    yield guess
     for kernel in serving(shape, card):
-        yield from (choice for choice in kernel.candidates(shape, rows) if fits(choice, shape, card))
+        found = (choice for choice in kernel.candidates(shape, rows) if fits(choice, shape, card))
+        yield from (choice for choice in found if choice != guess)
 
 
 class KernelConfigs:
