@@ -27,8 +27,11 @@ from typing import Generic, TypeVar
 
 from preheat.utils.gc import kept_imports
 
-OWN = ("PREHEAT_", "PYTEST_", "PYTHONPATH", "PATH", "LOOP_WATCH")
-"""Beginnings of variables that no import reads: a forked process may have others."""
+OWN = ("PREHEAT_", "PYTEST_", "PYTHONPATH", "PATH", "LOOP_WATCH", "TORCHINDUCTOR_CACHE_DIR")
+"""Beginnings of variables that no import reads: a forked process may have others.
+
+Inductor names its folder in the environment at its first compilation, for the rest of the process.
+"""
 
 MOST_BYTES = 1 << 17
 """Most bytes of a message."""
