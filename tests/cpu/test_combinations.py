@@ -23,6 +23,7 @@ from preheat.schedule import prefix
 from preheat.settings import Settings
 from preheat.settings.combinations import ROWS, TRAITS, Works, traits_of
 from tests.adapters import write_adapter
+from tests.controls import fails
 from tests.cpu.fake_hpu import FAKES, inserted
 from tests.cpu.quantized import inputs_of, scheme
 from tests.llava import picture, save_llava
@@ -437,5 +438,5 @@ def test_a_feature_that_changes_another_is_seen(made: Made, monkeypatch: pytest.
     names = ["eager", "adapters"]
     expected(made, names)
     monkeypatch.setattr(prefix.PrefixCache, "_root", lambda self, sequence: b"")
-    with pytest.raises(AssertionError, match="adapted"):
+    with fails(match="adapted"):
         check(made, names)
