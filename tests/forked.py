@@ -1,7 +1,7 @@
 """Processes that are forked from one process, so that modules are imported once for all processes of a run of tests.
 
-Imports take a server longer than its start, and a rank longer than the boot of a tiny model. Processes that start as in
-production are tested by test_command_lines.py, test_cli_serve.py and test_start_and_stop.py, ranks by
+Imports take a server longer than its start, and an engine or a rank longer than the boot of a tiny model. Processes
+that start as in production are tested by test_command_lines.py, test_cli_serve.py and test_start_and_stop.py, ranks by
 test_tensor_parallel.py, all in tests/api. A process whose environment is another starts as in production, too, because
 variables are read by imports.
 
@@ -10,6 +10,7 @@ variables are read by imports.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import json
 import os
@@ -27,11 +28,11 @@ from typing import Generic, TypeVar
 
 from preheat.utils.gc import kept_imports
 
-OWN = ("PREHEAT_", "PYTEST_", "PYTHONPATH", "PATH", "LOOP_WATCH", "TORCHINDUCTOR_CACHE_DIR")
-"""Beginnings of variables that no import reads: a forked process may have others.
+SET = "TORCHINDUCTOR_CACHE_DIR", "TOKENIZERS_PARALLELISM"
+"""Variables that processes set while they run: at the first compilation by Inductor, and at the start of a server."""
 
-Inductor names its folder in the environment at its first compilation, for the rest of the process.
-"""
+OWN = ("PREHEAT_", "PYTEST_", "PYTHONPATH", "PATH", "LOOP_WATCH", *SET)
+"""Beginnings of variables that no import reads: a forked process may have others."""
 
 MOST_BYTES = 1 << 17
 """Most bytes of a message."""
@@ -48,7 +49,7 @@ class Forked:
     def __init__(self, pid: int, status: Connection) -> None:
         self.pid, self._status = pid, status
         self.returncode: int | None = None
-        self._lock = threading.Lock()  # the leader of ranks waits while its watcher polls
+        self._lock = threading.Lock()  # a thread waits while others poll, or end the process
 
     def poll(self) -> int | None:
         with self._lock:
@@ -57,12 +58,24 @@ class Forked:
             return self.returncode
 
     def wait(self, timeout: float | None = None) -> int | None:
+        with contextlib.suppress(ProcessLookupError):  # its status is here
+            self._wait_for_its_end(timeout)
         with self._lock:
             if self.returncode is None:
-                if not self._status.poll(timeout):
-                    raise subprocess.TimeoutExpired("a forked process", timeout or 0)
                 self._receive()
             return self.returncode
+
+    def _wait_for_its_end(self, timeout: float | None) -> None:
+        """Wait without the lock. Raises ProcessLookupError if the process is no more."""
+        if self.returncode is not None:  # its number may be another process's
+            return
+        own, ends = os.pidfd_open(self.pid), select.poll()
+        try:
+            ends.register(own, select.POLLIN)
+            if not ends.poll(None if timeout is None else 1000 * timeout):
+                raise subprocess.TimeoutExpired("a forked process", timeout or 0)
+        finally:
+            os.close(own)
 
     def _receive(self) -> None:
         try:
@@ -98,9 +111,18 @@ class Forks(Generic[Process]):
         """Return whether a forked process is as a new process with ``environment`` would be."""
         if not hasattr(os, "pidfd_open"):  # not Linux
             return False
-        if self._process is None:
+        if self._line is None:
             self._begin()
         return variables(environment) == self._variables
+
+    def lend(self) -> int:
+        """Return the descriptor with which another process calls :meth:`borrow`."""
+        assert self._line is not None
+        return self._line.fileno()
+
+    def borrow(self, descriptor: int) -> None:
+        """Fork from the process of another one's forks. Its variables are those that this process has now."""
+        self._line, self._variables = socket.socket(fileno=descriptor), variables(dict(os.environ))
 
     def run(
         self, code: str, *arguments: str, environment: dict[str, str],

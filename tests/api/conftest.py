@@ -24,6 +24,7 @@ from tokenizers import AddedToken
 
 from benchmarks.common.ports import free_port
 from tests import shared_code
+from tests.api import forked_engines
 from tests.forked import Forked, Forks
 from tests.tokenizers import byte_level
 
@@ -79,21 +80,12 @@ class Server:
 
     @property
     def engine_pid(self) -> int:
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        return int(children[0])
+        return self.engine_pids[0]
 
     @property
     def engine_pids(self) -> list[int]:
         """The processes of the engines, the oldest first."""
-        children = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
-        pids = [int(pid) for pid in children if self._is_engine(pid)]
-        return sorted(pids, key=lambda pid: int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]))
-
-    @staticmethod
-    def _is_engine(pid: str) -> bool:
-        with contextlib.suppress(OSError):
-            return b"preheat.server.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
-        return False
+        return forked_engines.engines_of(self.process.pid)
 
     def wait_for_engines(self, count: int, seconds: float = 120) -> None:
         """Wait until ``count`` engines take requests."""
@@ -157,21 +149,43 @@ def code_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-FORKS = Forks("preheat.server.app", "tests.api.scripted", process=Forked)
-"""Forks the processes of servers. Their engines start as in production."""
+FORKS = Forks("preheat.server.app", "tests.api.scripted", "tests.api.forked_engines", process=Forked)
+"""Forks the processes of servers."""
+
+ENGINE_FORKS = Forks(*forked_engines.IMPORTED, process=Forked)
+"""Forks the processes of their engines."""
+
+FORKS_ENGINES = not any(Path(device).exists() for device in ("/dev/nvidiactl", "/dev/accel"))
+"""Whether engines may be forked: an engine of a GPU sets variables that torch reads while it is imported."""
+
+LENT = """
+import sys
+from tests.api import forked_engines
+
+forked_engines.install(int(sys.argv.pop()))
+"""
+"""The beginning of a server whose last argument is the descriptor that ``ENGINE_FORKS`` lends."""
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _forked_servers() -> Iterator[None]:
     yield
     FORKS.close()
+    ENGINE_FORKS.close()
 
 
-def start(command: list[str], environment: dict[str, str], errors: int | None) -> subprocess.Popen[bytes] | Forked:
+def start(
+    command: list[str], environment: dict[str, str], errors: int | None, *, forks_engines: bool
+) -> subprocess.Popen[bytes] | Forked:
     """Start ``python -c`` with ``command``: fork it from a process that has imported the server."""
-    if FORKS.fit(environment):
-        return FORKS.run(*command, environment=environment, errors=2 if errors is None else errors)
-    return subprocess.Popen([sys.executable, "-c", *command], env=environment, stderr=errors)
+    if not FORKS.fit(environment):
+        return subprocess.Popen([sys.executable, "-c", *command], env=environment, stderr=errors)
+    more = [ENGINE_FORKS.lend()] if forks_engines and FORKS_ENGINES and ENGINE_FORKS.fit(environment) else []
+    code, *arguments = command
+    return FORKS.run(
+        (LENT if more else "") + code, *arguments, environment=environment, errors=2 if errors is None else errors,
+        more=more,
+    )  # fmt: skip
 
 
 @contextlib.contextmanager
@@ -183,12 +197,14 @@ def serving(
     log: Path | None = None,
     descriptors: int | None = None,
     watch: Path | None = None,
+    forks_engines: bool = True,
     **options: Any,
 ) -> Iterator[Server]:
     """Run a server for ``model``; ``engine`` None runs the real engine.
 
     ``log`` is the file for the server's messages, instead of standard error. ``descriptors`` is the number of files
-    that the server may open. ``watch`` is the file for the notes of :mod:`tests.api.loop_watch`.
+    that the server may open, and an engine of its own, too. ``watch`` is the file for the notes of
+    :mod:`tests.api.loop_watch`. Without ``forks_engines`` the server starts its engines as in production.
     """
     port = options.get("port") or free_port()
     settings = {"model": model, "port": port, "log_level": "warning", **({} if engine else ENGINES), **options}
@@ -200,7 +216,7 @@ def serving(
         command[0] = f"import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, 2 * ({descriptors},))\n{SERVE}"
     with contextlib.ExitStack() as opened:
         errors = opened.enter_context(log.open("wb")).fileno() if log else None
-        process = start(command, environment, errors)
+        process = start(command, environment, errors, forks_engines=forks_engines and descriptors is None)
     server = Server(process, port, model, log, settings)
     try:
         if wait:

@@ -340,7 +340,7 @@ def refuses(server: Server) -> bool:
 
 
 def test_the_engine_leaves_with_its_server(folder: Path) -> None:
-    with serving(str(folder)) as server:
+    with serving(str(folder), forks_engines=False) as server:
         engine = server.engine_pid
         arguments = Path(f"/proc/{engine}/cmdline").read_text().split("\0")
         sockets = Path(next(word for word in arguments if word.startswith("ipc://")).removeprefix("ipc://"))

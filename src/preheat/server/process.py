@@ -31,6 +31,12 @@ _STDIN = 0
 _STOP_SECONDS = 5.0
 
 
+def _start(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
+    """Start a child that runs :func:`main`."""
+    command = [sys.executable, "-m", "preheat.server.process", *arguments]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=environment)
+
+
 class EngineProcess:
     """A child process that runs ``entry``.
 
@@ -43,10 +49,8 @@ class EngineProcess:
         self, settings: Settings, entry: str = ENGINE, variables: Mapping[str, str] = MappingProxyType({})
     ) -> None:
         self.transport = FrontendTransport()
-        command = [sys.executable, "-m", "preheat.server.process", self.transport.address, entry]
-        environment = os.environ | variables
         self.open = True
-        self._child = subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=environment)
+        self._child = _start([self.transport.address, entry], os.environ | variables)
         assert self._child.stdin is not None
         self._stdin = self._child.stdin
         with contextlib.suppress(BrokenPipeError):  # the child has exited; :meth:`watch` will report it
