@@ -268,11 +268,16 @@ class ExpertsLayer:
 
     def _rows_of(self, config: ExpertsConfig, x: Rows, logits: Tensor, adding: Adding | None) -> Unsummed:
         """Return the rows of all slots by the kernels of ``config``."""
-        config, counts = self._with_biases(config), self._counts[: self.shape.num_experts]
-        weights = self._gate_up[0], self._down[0]
-        streamed = streams(config.gate_up, weights[0])
-        arrangement = arrange(logits, self.value.routing, config.block, counts, self._scales, largest_first=streamed)
-        return Unsummed(experts_rows(config, x, *weights, arrangement, adding, self._between), arrangement)
+        config = self._with_biases(config)
+        arrangement = self._arranged(config, logits)
+        rows = experts_rows(config, x, self._gate_up[0], self._down[0], arrangement, adding, self._between)
+        return Unsummed(rows, arrangement)
+
+    def _arranged(self, config: ExpertsConfig, logits: Tensor, own: tuple[int, int] | None = None) -> Arrangement:
+        """Return the arrangement of a step's rows for the kernels of ``config``; ``own`` as for :func:`arrange`."""
+        counts = self._counts[: self.shape.num_experts] if own is None else self._counts
+        streamed = streams(config.gate_up, self._gate_up[0])
+        return arrange(logits, self.value.routing, config.block, counts, self._scales, own, largest_first=streamed)
 
     def _with_biases(self, config: ExpertsConfig) -> ExpertsConfig:
         """Return ``config``, or tiles if these experts have biases."""
@@ -282,12 +287,8 @@ class ExpertsLayer:
         """Return the outputs of experts that are dealt to ranks; this one has the numbers ``own``."""
         config = self._with_biases(config)
         with self._counting():
-            weights = self._gate_up[0], self._down[0]
-            streamed, routing = streams(config.gate_up, weights[0]), self.value.routing
-            arrangement = arrange(
-                logits, routing, config.block, self._counts, self._scales, own, largest_first=streamed
-            )
-            rows = experts_rows(config, x, *weights, arrangement, between=self._between)
+            arrangement = self._arranged(config, logits, own)
+            rows = experts_rows(config, x, self._gate_up[0], self._down[0], arrangement, between=self._between)
             return combine(self._ranks.gather(by_slots(rows, arrangement)), arrangement)
 
     def _added(self, y: Tensor, x: Tensor, arrangement: Arrangement, first: bool) -> Tensor:
@@ -312,7 +313,7 @@ class ExpertsLayer:
         """Return this rank's share of the sum: fp32 [tokens, hidden]."""
         if self._down[0].form != "plain":
             with self._counting():
-                arrangement = arrange(logits, self.value.routing, config.block, self._counts, self._scales)
+                arrangement = self._arranged(config, logits)
                 inner = experts_layer(config.gate_up, x, self._gate_up[0], arrangement, gated=True)
                 splits = self._splits(config.down, inner, self._down[0], arrangement, ranks)
                 return tree_sum([combine(split, arrangement) for split in splits.unbind()])
@@ -347,7 +348,7 @@ class ExpertsLayer:
         tiles = _TILES if config.gate_up.kind == "wide" else config
         assert tiles.gate_up.kind == "tile" and tiles.down.kind == "tile"
         with self._counting():
-            arrangement = arrange(logits, self.value.routing, tiles.block, self._counts, self._scales)
+            arrangement = self._arranged(tiles, logits)
             sums = list[Tensor]()
             for rows, down in zip(inner_of(tiles.gate_up, arrangement), self._down, strict=True):
                 given = experts_product(tiles.down, rows, down, arrangement, gated=False, dtype=torch.float32)
