@@ -40,7 +40,7 @@ from tests import records
 
 HANG, FAIL, DIE, FLIP = 3, 4, 9, 8
 MAX_MODEL_LEN, BLOCKS = 4096, 1000
-STEP_SECONDS = 0.002
+STEP_SECONDS, STOPPED_AFTER = 0.002, 100
 
 
 @dataclass
@@ -238,6 +238,22 @@ class MortalEngine(ScriptedEngine):
             self.transport.close()
             os._exit(3)
         super().advance(id, sequence, delta)
+
+
+def run_stopping_engine(settings: Settings, address: str) -> None:
+    """Answer STOPPED_AFTER requests, and then give no token to any other."""
+    transport = EngineTransport(address)
+    StoppingEngine(transport).run()
+    transport.close()
+
+
+class StoppingEngine(ScriptedEngine):
+    answered = 0
+
+    def advance(self, id: int, sequence: Sequence, delta: Delta) -> None:
+        if self.answered < STOPPED_AFTER:
+            super().advance(id, sequence, delta)
+            self.answered += id in delta.finished
 
 
 def run_roomy_engine(settings: Settings, address: str) -> None:

@@ -202,7 +202,7 @@ def test_a_server_goes_on_where_another_ended(folder: Path, tmp_path: Path, how:
     """A new server answers every line once, and asks for no written line again."""
     place, count = tmp_path / "kept", 400
     options = {"batch_dir": str(place), "shutdown_timeout": 0.2}
-    with serving(str(folder), engine=PACED, **options) as server:
+    with serving(str(folder), engine="tests.api.scripted:run_stopping_engine", **options) as server:
         batch = begin(client_of(server), lines(count))
         while (counts := client_of(server).batches.retrieve(batch.id).request_counts) is None or not counts.completed:
             time.sleep(0.02)
