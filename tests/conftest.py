@@ -7,6 +7,8 @@ of threads. Waiting threads must not spin, as other tests may run beside them.
 Tests, their modules and their imports live until the process ends: no garbage collection looks at them.
 """
 
+from __future__ import annotations
+
 import gc
 import os
 
@@ -16,7 +18,10 @@ os.environ.setdefault("PREHEAT_CACHE_DIR", "off")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
+import pytest
 from hypothesis import settings
+
+from tests import turns
 
 # The same examples at every run, however slow: a law that fails, fails again. `--hypothesis-profile search` finds more.
 settings.register_profile("fixed", derandomize=True, deadline=None)
@@ -26,6 +31,16 @@ settings.load_profile("fixed")
 
 def pytest_collection() -> None:
     gc.disable()
+
+
+@pytest.hookimpl(tryfirst=True)  # of all cases, whatever else selects some of them
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    turns.take_turn(config, items)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    if line := turns.summary():
+        terminalreporter.write_line(line)
 
 
 def pytest_collection_finish() -> None:

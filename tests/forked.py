@@ -28,11 +28,15 @@ from typing import Generic, TypeVar
 
 from preheat.utils.gc import kept_imports
 
-SET = "TORCHINDUCTOR_CACHE_DIR", "TOKENIZERS_PARALLELISM"
+SET = "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "TOKENIZERS_PARALLELISM"
 """Variables that processes set while they run: at the first compilation by Inductor, and at the start of a server."""
 
-OWN = ("PREHEAT_", "PYTEST_", "PYTHONPATH", "PATH", "LOOP_WATCH", *SET)
-"""Beginnings of variables that no import reads: a forked process may have others."""
+OWN = ("PREHEAT_", "PYTEST_", "PYTHONPATH", "PATH", "LOOP_WATCH", "PT_HPU_", *SET)
+"""Beginnings of variables that no import reads: a forked process may have others.
+
+Those of a Gaudi are read by the simulator, which no process has imported before it forks. A forked process finds modules
+in the folders of its PYTHONPATH first.
+"""
 
 MOST_BYTES = 1 << 17
 """Most bytes of a message."""
@@ -214,6 +218,8 @@ def _become(message: bytes, descriptors: list[int]) -> str:
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(folder)
+    own = [each for each in environment.get("PYTHONPATH", "").split(os.pathsep) if each]
+    sys.path[:0] = [each for each in own if each not in sys.path]
     sys.argv = ["-c", *arguments, *map(str, more)]
     return str(code)
 
