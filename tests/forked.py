@@ -34,8 +34,8 @@ SET = "TORCHINDUCTOR_CACHE_DIR", "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR", "TOK
 OWN = ("PREHEAT_", "PYTEST_", "PYTHONPATH", "PATH", "LOOP_WATCH", "PT_HPU_", *SET)
 """Beginnings of variables that no import reads: a forked process may have others.
 
-Those of a Gaudi are read by the simulator, which no process has imported before it forks. A forked process finds modules
-in the folders of its PYTHONPATH first.
+Variables of a Gaudi are read by its simulator. No process has imported the simulator before it forks. A forked process
+finds modules in the folders of its PYTHONPATH first.
 """
 
 MOST_BYTES = 1 << 17

@@ -37,7 +37,11 @@ def test_a_turn_is_taken_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """Cases of all turns together are the cases of a run without turns."""
     every = [SimpleNamespace(nodeid=id) for id in ("a::short", *(f"{LONG[0]}[{n}]" for n in range(5)), LONG[1])]
     left: list[object] = []
-    config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=lambda items: left.extend(items)))
+
+    def deselected(*, items: list[object]) -> None:
+        left.extend(items)
+
+    config = SimpleNamespace(hook=SimpleNamespace(pytest_deselected=deselected))
     ran = []
     for asked in ("0/3", "1/3", "2/3"):
         monkeypatch.setenv("TEST_TURN", asked)
