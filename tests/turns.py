@@ -1,6 +1,6 @@
 """Long tests in turns: CI runs a part of their cases at each commit, and all tests that are short.
 
-``TEST_TURN=1/3 scripts/test`` leaves out two thirds of the cases of the tests in ``long_tests.txt``. Without the
+``TEST_TURN=1/4 scripts/test`` leaves out three quarters of the cases of the tests in ``long_tests.txt``. Without the
 variable every case runs. A test is long if its cases together take LONG seconds. After a run of all tests with
 ``--junitxml=FILE``, ``python -m tests.turns FILE ...`` writes the list again.
 """
@@ -18,7 +18,7 @@ import pytest
 
 FOLDER = Path(__file__).parent
 LIST = FOLDER / "long_tests.txt"
-LONG = 4.0
+LONG = 1.5
 
 INSIDE = "tests/meta/test_kernels.py::test_the_kernels_in_the_interpreter"
 """A test that runs other tests. They take turns, so that it does not."""
