@@ -329,7 +329,8 @@ class Frontend:
             case Progress():
                 self.progress = message
             case Ready():
-                self.ready, self.state.digest = message, message.digest
+                self.ready = message
+                self.state.digest, self.state.contract = message.digest, message.contract
             case AdapterReport():
                 self.adapters.handle(message)
             case Outcome():
