@@ -133,7 +133,8 @@ class Frontend:
     @property
     def contract(self) -> Contract:
         """The contract of this frontend and its engine. Raises EngineDead or NotReady without an engine."""
-        engine = self.state.contract or self._started().contract or Contract()
+        started = self._started()
+        engine = self.state.contract or started.contract or Contract()
         return msgspec.structs.replace(engine, **self.parts)
 
     @cached_property
