@@ -2,6 +2,10 @@
 
 No kernel writes weights, so a program may ask for them before it waits for the kernel before. Asking changes no bits:
 nothing is read. Only programs of few rows ask: the time of others is not the time of the first bytes.
+
+Plain experts do not ask. Most of their programs begin after the kernel before has ended, and their weights then pass
+the cache twice: a step of Qwen3-30B-A3B on an H200 takes 2.834 / 14.29 ms at 1 / 32 rows with asking, and 2.780 / 13.96
+without.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ def asked(tile: Tile, weight: Weight, early: bool) -> int:
     if not early or weight.splits > 1:
         return 0
     if weight.form == "plain":
-        return asked_plain(tile)
+        return 0 if len(weight.shape) == 3 else asked_plain(tile)
     return POWERS if weight.scheme.powers and tile.rows <= FEW and overlap() else 0
 
 
