@@ -54,6 +54,7 @@ SINGLE = {
     "sum_chains": "one sum for an output or four interleaved ones, in a product of one row on a CPU",
     "start": "from the command to the open port and to ready, and what is imported on the way",
     "traffic": "bucket sizes solved from recorded traffic against exponential ones",
+    "turns": "a benchmark on two commits in turns: each figure, and how much slower the new commit is",
     "vs_transformers": "tokens a second against transformers' generate",
 }
 """One module each, ``benchmarks/NAME.py``, with a ``main`` that takes its arguments."""
