@@ -4,6 +4,8 @@ from types import SimpleNamespace
 
 import msgspec
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.backends.cuda.facts import FACTS as CUDA
@@ -94,6 +96,24 @@ def test_a_sampler_on_the_host_runs_each_setting_once_and_each_program():
     assert [item.program for item in items if item.rows == 4] == [Program("sampler", 4, level) for level in Level]
     assert {item.program for item in items} == {item.program for item in sampler_items(0, 1, 4)}
     assert len(items) == len({item.name for item in items}) == 2 * len(SAMPLER_SETTINGS) + 2 * len(Level)
+
+
+@given(st.sets(st.integers(0, 512), min_size=1, max_size=30).map(sorted))
+def test_items_that_do_not_repeat_run_every_program_and_every_setting(sizes):
+    """A later boot leaves out the others."""
+    items = [item for item in sampler_items(*sizes) if item.rows]
+    left = [item for item in items if not item.repeats]
+    assert {item.program for item in left} == {item.program for item in items}
+    assert {(item.setting, item.batch_changed) for item in left} == {
+        (each.setting, each.batch_changed) for each in items
+    }
+    assert len(left) <= 2 * len(SAMPLER_SETTINGS) + len(Level) * len(sizes)
+
+
+def test_repeated_items_of_a_large_plan_are_most():
+    items = sampler_items(*range(26))
+    assert (len(items), sum(not item.repeats for item in items)) == (780, 30 + 25 * 3)
+    assert not any(item.repeats for item in sampler_items(0, 1, 4, on_host=True))
 
 
 def test_the_plan_of_a_cpu_has_few_items():

@@ -38,6 +38,15 @@ def test_items_that_never_run_are_no_reason_for_a_negative_time():
     assert left.seconds() == 0
 
 
+def test_items_that_are_left_out_take_no_time_and_teach_nothing():
+    first, second, _ = group = items("sampler", 3, 1.0)
+    left = TimeLeft(group)
+    left.left_out(first)
+    assert left.seconds() == pytest.approx(2)
+    left.ran(second, 3.0)
+    assert left.seconds() == pytest.approx(3)
+
+
 def test_the_rest_is_at_least_one_second():
     assert time_left(0.0) == time_left(0.4) == "about 1 s left"
     assert progress(1200, 3400, "(decode, 8)", 12.4) == (

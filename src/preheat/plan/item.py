@@ -133,7 +133,9 @@ class Item(ABC):
     """One thing that may run.
 
     ``estimate`` is its expected cost, zero if nothing was estimated. A ``fallback`` serves steps beyond the bucket
-    sizes. Items of the first stage run before any step, and items of the last stage once graphs are captured.
+    sizes. An item that ``repeats`` runs a program of another item, with other values: it runs in the first boot with
+    its fingerprint alone. Items of the first stage run before any step, and items of the last stage once graphs are
+    captured.
     """
 
     KIND: ClassVar[str] = ""
@@ -141,6 +143,7 @@ class Item(ABC):
 
     estimate: Cost = field(default=Cost(0.0, 0), kw_only=True)
     fallback: bool = field(default=False, kw_only=True)
+    repeats: bool = field(default=False, kw_only=True, compare=False)
 
     @classmethod
     @abstractmethod

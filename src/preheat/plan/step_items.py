@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any, ClassVar, Self
 
 from preheat.core import Level
@@ -85,14 +86,19 @@ class SamplerItem(Item):
 
         Settings with a changed batch come before settings with an unchanged one. A sampler on the host runs the same
         code for any number of rows. It gets all settings for one row. Other sizes only size arrays and get one setting
-        of each level.
+        of each level. Elsewhere a size and a level are one program: for the fewest rows all settings are no repetition,
+        for other sizes one setting of each level.
         """
-        for rows in () if plan.options.pools else plan.sampler_sizes:
+        sizes = () if plan.options.pools else plan.sampler_sizes
+        fewest = min((rows for rows in sizes if rows), default=0)
+        for rows in sizes:
             if plan.options.host_sampler and rows != 1:
                 yield from (cls(rows, setting, batch_changed=True) for setting in LEVEL_SETTINGS.values())
                 continue
-            for settings in (GAUDI_SETTINGS, BRANCH_SETTINGS):
-                yield from (cls(rows, setting, changed) for changed in (True, False) for setting in settings)
+            for settings, changed in product((GAUDI_SETTINGS, BRANCH_SETTINGS), (True, False)):
+                for setting in settings:
+                    first = changed and setting in LEVEL_SETTINGS.values()
+                    yield cls(rows, setting, changed, repeats=rows != fewest and not first)
 
     @classmethod
     def run_kind(cls, items: Sequence[Self], run_one: Callable[[Item], None], warm: ItemRunner) -> int:
@@ -250,4 +256,4 @@ class DraftItem(_VariantItem):
     def of_plan(cls, plan: Plan) -> Iterable[DraftItem]:
         """Return the forward and sampler items of the draft model's plan, in its order."""
         items = plan.draft.items if plan.draft else ()
-        return (cls(item) for item in items if isinstance(item, ForwardItem | SamplerItem))
+        return (cls(item, repeats=item.repeats) for item in items if isinstance(item, ForwardItem | SamplerItem))

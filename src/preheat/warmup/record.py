@@ -29,9 +29,9 @@ class ItemRecord(msgspec.Struct):
 
     ``started`` is in seconds from the start of warm-up; ``bytes`` is the growth of device memory.
 
-    ``ready``: it was run. ``reused``: it was run, and its compiled code came from the store. ``dropped`` and ``failed``
-    items have a ``reason``, and so have items without a ``graph`` if others have one. ``hits`` counts steps after
-    ready.
+    ``ready``: it was run. ``reused``: it was run, and its compiled code came from the store; with a ``reason``, an
+    earlier boot ran it and this one ran its program as another item. ``dropped`` and ``failed`` items have a
+    ``reason``, and so have items without a ``graph`` if others have one. ``hits`` counts steps after ready.
     """
 
     name: str

@@ -45,6 +45,9 @@ PACE_TOGETHER = 8
 LATER_RUN = "later run"
 """The check that compares with the first run of the process."""
 
+REPEATED = "an earlier boot ran it; its program runs as another item"
+"""The reason of items that a later boot leaves out."""
+
 OUT_OF_MEMORY = (MemoryError, torch.OutOfMemoryError)
 PROGRESS_SECONDS = 0.1  # between two messages of progress
 LOG_SECONDS = 10.0  # between two log lines on progress
@@ -149,13 +152,17 @@ class WarmUp:
         """Run one item and record its outcome.
 
         It is ``number`` of the ``total`` of its kind. Its error is raised. Out of memory drops the item; any other
-        error is logged.
+        error is logged. An item that repeats another one's program runs only if no earlier boot ran it.
         """
         self._report_progress(item)
         self._done += 1
         if logger.isEnabledFor(self.level) and (line := item.log_line(number, total, self.backend.free_memory())):
             self.tell(line)
         entry = self._entries[item.name]
+        if item.repeats and item.name in self.reused:
+            entry.outcome, entry.reason = "reused", REPEATED
+            self._time_left.left_out(item)
+            return
         memory, compiled, start = self._memory, self.compiled(), time.monotonic()
         entry.started = start - self._started
         try:

@@ -5,8 +5,8 @@ the caches of compilers. Folders are independent and may be deleted at any time.
 atomically. Of two boots at the same time, the later one's record is kept.
 
 A stored record is no proof. A boot takes three facts from it: how long items took, to announce the time, the items
-that an earlier boot compiled, and on a host the most memory of a step. Digests and outcomes of checks are always of
-this boot.
+that an earlier boot compiled and need not repeat, and on a host the most memory of a step. Digests and outcomes of
+checks are always of this boot.
 """
 
 from __future__ import annotations

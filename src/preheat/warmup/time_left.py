@@ -24,10 +24,14 @@ class TimeLeft:
             self._left[item.kind] += item.estimate.seconds
 
     def ran(self, item: Item, seconds: float) -> None:
-        """Note that ``item`` has run for ``seconds``, or will not run."""
-        self._left[item.kind] -= item.estimate.seconds
+        """Note that ``item`` has run for ``seconds``."""
+        self.left_out(item)
         self._estimated[item.kind] += item.estimate.seconds
         self._took[item.kind] += seconds
+
+    def left_out(self, item: Item) -> None:
+        """Note that ``item`` will not run any more."""
+        self._left[item.kind] -= item.estimate.seconds
 
     def seconds(self) -> float:
         """Return the remaining seconds; never negative."""
