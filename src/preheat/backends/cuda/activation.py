@@ -12,6 +12,7 @@ from torch import Tensor
 
 from preheat.backends.cuda.elementwise import capped, clamped_silu_mul, gelu, gelu_tanh, quick_gelu, relu2, silu_mul
 from preheat.backends.cuda.launch import begin, options
+from preheat.backends.cuda.sizes import cdiv
 from preheat.ops.kinds import Activation
 
 COLUMNS = 1024
@@ -36,7 +37,7 @@ def silu_and_mul(gate_up: Tensor, out: Tensor | None = None) -> Tensor:
     """
     tokens, inner = gate_up.shape[0], gate_up.shape[1] // 2
     out = gate_up.new_empty(tokens, inner) if out is None else out
-    programs = (tokens, triton.cdiv(inner, COLUMNS))
+    programs = (tokens, cdiv(inner, COLUMNS))
     _silu_and_mul[programs](gate_up, out, inner, COLUMNS=COLUMNS, **options(num_warps=4, num_stages=1))
     return out
 
@@ -104,7 +105,7 @@ def scaled(x: Tensor, factor: float, out: Tensor | None = None) -> Tensor:
 
 def _launch(x: Tensor, inner: int, number: float, kind: str, out: Tensor | None = None) -> Tensor:
     out = x.new_empty(len(x), inner) if out is None else out
-    programs = (len(x), triton.cdiv(inner, COLUMNS))
+    programs = (len(x), cdiv(inner, COLUMNS))
     more = options(num_warps=4, num_stages=1)
     _activate[programs](x, out, inner, number, KIND=kind, COLUMNS=COLUMNS, enable_fp_fusion=False, **more)
     return out

@@ -11,7 +11,6 @@ left idle by the other group.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -28,6 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 from preheat.backends.cuda.attention_values import LOG2_E, Pieces, Places, Scores
 from preheat.backends.cuda.hopper import barriers, descriptor, reads_pages, ring
 from preheat.backends.cuda.launch import begin, options, processors
+from preheat.backends.cuda.sizes import next_power_of_2
 
 ROWS = gl.constexpr(64)
 """Query rows of one of the two groups of warps."""
@@ -418,7 +418,7 @@ def fits(q: Tensor, cache: Tensor) -> bool:
     return (
         reads_pages(q, cache, TILE.value)
         and (cache.dtype == q.dtype or cache.element_size() == 1)
-        and triton.next_power_of_2(heads // kv_heads) <= min(ROWS.value, heads)  # a token's rows fit one tile
+        and next_power_of_2(heads // kv_heads) <= min(ROWS.value, heads)  # a token's rows fit one tile
         and all(stride * q.element_size() % 16 == 0 for stride in q.stride()[:2])  # the copy engine reads queries, too
     )
 
@@ -431,7 +431,7 @@ def prefill_attention(q: Tensor, cache: Tensor, out: Tensor, places: Places, pie
     """
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
-    members = triton.next_power_of_2(heads // kv_heads)
+    members = next_power_of_2(heads // kv_heads)
     narrow = cache.element_size() == 1
     kernel = _prefill_narrow if narrow else _prefill
     kernel[(min(len(pieces.work) * kv_heads, processors(q.device)),)](

@@ -18,6 +18,7 @@ from preheat.backends.base.layers import Closing
 from preheat.backends.cuda.launch import begin
 from preheat.backends.cuda.moe_route import Arrangement
 from preheat.backends.cuda.norm import CudaNorm, layout, rms_row
+from preheat.backends.cuda.sizes import next_power_of_2
 
 KINDS = ("rms", "rms_once", "rms_plus_one", "identity")
 """Kinds of norms that a program may take several of."""
@@ -160,7 +161,7 @@ def _launch(
         _Norms(None, None, None, *outs, *[None] * (3 - len(outs))), 1.0 / size,
         _Norms(*(0.0 if norm is None else norm.eps for norm in found)),
         K=0 if arrangement is None else arrangement.top_k,
-        EXPERTS=experts, EXPERTS_WIDTH=triton.next_power_of_2(experts),
+        EXPERTS=experts, EXPERTS_WIDTH=next_power_of_2(experts),
         KINDS=_Norms(*(None if norm is None else norm.kind for norm in found)),
         arranged=arrangement is not None and arrangement.block > 1, SIZE=size, **layout(size),
     )  # fmt: skip

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options
+from preheat.backends.cuda.sizes import cdiv
 from preheat.backends.process_group import join_group
 from preheat.backends.rendezvous import Rendezvous
 
@@ -68,7 +69,7 @@ def add_ranks(parts: Tensor, bias: Tensor | None, dtype: torch.dtype, out: Tenso
     """
     world, rows, outputs = parts.shape
     out = parts.new_empty(rows, outputs, dtype=dtype) if out is None else out
-    _add_ranks[(triton.cdiv(out.numel(), _BLOCK),)](
+    _add_ranks[(cdiv(out.numel(), _BLOCK),)](
         parts, bias, out, out.numel(), parts.stride(0), outputs, WORLD=world, BLOCK=_BLOCK,
         **options(num_warps=4, num_stages=1),
     )  # fmt: skip
@@ -137,7 +138,7 @@ class Landing(NamedTuple):
         A piece has whole ``at_once`` rows, but for the last one.
         """
         rows = self.of(rank)
-        half = triton.cdiv(rows.stop - rows.start, 2 * self.at_once) * self.at_once
+        half = cdiv(rows.stop - rows.start, 2 * self.at_once) * self.at_once
         middle = min(rows.start + half, rows.stop)
         return [each for each in (slice(rows.start, middle), slice(middle, rows.stop)) if each.start < each.stop]
 
@@ -151,8 +152,8 @@ def landings(rows: int, most: int, at_once: int, world: int) -> list[Landing]:
     each = most // at_once * at_once * world
     if each == 0 or rows < at_once * world:
         return []
-    units = triton.cdiv(rows, at_once * triton.cdiv(rows, each))
-    step, share = units * at_once, triton.cdiv(units, world) * at_once
+    units = cdiv(rows, at_once * cdiv(rows, each))
+    step, share = units * at_once, cdiv(units, world) * at_once
     return [Landing(first, min(first + step, rows), share, at_once) for first in range(0, rows, step)]
 
 

@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options
+from preheat.backends.cuda.sizes import cdiv
 from preheat.ops.embedding import rounded
 
 COLUMNS = 1024
@@ -117,7 +118,7 @@ def embed(
     ``slots`` int32 [tokens], ``last_token`` int32 [slots]. Ids must be inside the table: nothing here checks them.
     """
     size = table.shape[1]
-    programs = (len(tokens), triton.cdiv(size, COLUMNS))
+    programs = (len(tokens), cdiv(size, COLUMNS))
     if scale is not None:
         scale = rounded(scale, table.dtype)
     _embed[programs](
@@ -130,7 +131,7 @@ def take_rows(hidden: Tensor, index: Tensor) -> Tensor:
     """Return the rows ``index`` int32 [rows] of ``hidden`` [tokens, size], of any stride: a new tensor [rows, size]."""
     size = hidden.shape[1]
     out = hidden.new_empty(len(index), size)
-    programs = (len(index), triton.cdiv(size, COLUMNS))
+    programs = (len(index), cdiv(size, COLUMNS))
     _take_rows[programs](
         hidden, index, out, size, hidden.stride(0), COLUMNS=COLUMNS, **options(num_warps=4, num_stages=1)
     )
@@ -140,5 +141,5 @@ def take_rows(hidden: Tensor, index: Tensor) -> Tensor:
 def sum_rows(x: Tensor, bounds: Tensor, out: Tensor) -> None:
     """Fill ``out`` fp32 [texts, size] with the sums of rows of ``x`` [rows, size], see :mod:`preheat.ops.pooling`."""
     size = x.shape[1]
-    programs = (len(out), triton.cdiv(size, SUMMED))
+    programs = (len(out), cdiv(size, SUMMED))
     _sum_rows[programs](x, bounds, out, size, x.stride(0), COLUMNS=SUMMED, ROWS=8, **options(num_warps=1, num_stages=1))

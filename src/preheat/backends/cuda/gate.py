@@ -10,6 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options
+from preheat.backends.cuda.sizes import cdiv
 
 COLUMNS = 1024
 """Elements of a program. Changes no bits."""
@@ -33,6 +34,6 @@ def gated(out: Tensor, gates: Tensor) -> Tensor:
     Rows of ``gates`` may lie apart.
     """
     tokens, size = out.shape
-    programs = (tokens, triton.cdiv(size, COLUMNS))
+    programs = (tokens, cdiv(size, COLUMNS))
     _gated[programs](out, gates, gates.stride(0), SIZE=size, COLUMNS=COLUMNS, **options(num_warps=4, num_stages=1))
     return out

@@ -25,6 +25,7 @@ from preheat.backends.cuda.card import Card
 from preheat.backends.cuda.device import card_at
 from preheat.backends.cuda.launch import begin, options, processors
 from preheat.backends.cuda.paged_attention import SPLITS, WHOLE, AttentionConfig, _merge_parts
+from preheat.backends.cuda.sizes import cdiv, next_power_of_2
 
 TOKENS = 8
 """The most tokens of a tile. Eight times the heads of most models fill whole programs."""
@@ -246,7 +247,7 @@ def latent_attention(
     work, rank, table = pieces.work, latents.rank, places.table
     queries = TOKENS if mode == PROMPT else query_tokens(rows.width)
     config = config or latent_config(heads, queries, q.dtype, card_at(q.device))
-    chunks = triton.cdiv(queries * heads, config.rows)
+    chunks = cdiv(queries * heads, config.rows)
     tiles = rows.most * -(-rows.width // queries)
     programs = min(len(work) * chunks, max(config.programs * processors(q.device), tiles * chunks))
     if mode != DECODE:
@@ -255,8 +256,8 @@ def latent_attention(
         q, cache, table, places.slots, places.positions, work, pieces.used, out,
         workspace.parts, workspace.tops, workspace.totals, workspace.arrived, workspace.claims,
         latents.scale * LOG2_E, *q.stride()[:2], cache.stride(0), table.stride(0),
-        HEADS=heads, RANK=rank, ROPE=entry - rank, HALF=max(triton.next_power_of_2(rank) // 2, 16),
-        ROPE_WIDTH=max(triton.next_power_of_2(entry - rank), 16), ROWS=config.rows, QUERIES=queries,
+        HEADS=heads, RANK=rank, ROPE=entry - rank, HALF=max(next_power_of_2(rank) // 2, 16),
+        ROPE_WIDTH=max(next_power_of_2(entry - rank), 16), ROWS=config.rows, QUERIES=queries,
         BLOCK=block, SPLIT=latents.split, TILE=tile_keys(q.dtype), MODE=mode,
         enable_fp_fusion=False, **options(num_warps=config.warps, num_stages=config.stages),
     )  # fmt: skip

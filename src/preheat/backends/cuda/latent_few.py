@@ -20,6 +20,7 @@ from preheat.backends.cuda.attention_values import LOG2_E, Latents, Pieces, Plac
 from preheat.backends.cuda.latent_attention import tile_keys
 from preheat.backends.cuda.launch import begin, options, processors
 from preheat.backends.cuda.paged_attention import _merge_parts
+from preheat.backends.cuda.sizes import cdiv, next_power_of_2
 
 FEW = 2
 """The most rows of a step for these kernels."""
@@ -165,16 +166,16 @@ def few_rows_attention(
     heads, entry, block = q.shape[1], q.shape[2], cache.shape[3]
     work, rank, table, split = pieces.work, latents.rank, places.table, latents.split
     config = config or few_config(q.dtype)
-    chunks, most = triton.cdiv(heads, config.rows), config.programs * processors(q.device)
-    keys, numbers = min(config.keys, split), min(config.numbers, max(triton.next_power_of_2(rank), 16))
-    slices = triton.cdiv(rank, numbers)
+    chunks, most = cdiv(heads, config.rows), config.programs * processors(q.device)
+    keys, numbers = min(config.keys, split), min(config.numbers, max(next_power_of_2(rank), 16))
+    slices = cdiv(rank, numbers)
     assert workspace.scores.numel() >= len(work) * heads * split
     assert workspace.arrived.numel() >= len(q) * chunks * slices
     _score[(min(len(work) * chunks * (split // keys), most),)](
         q, cache, table, places.slots, places.positions, work, pieces.used, workspace.scores,
         *q.stride()[:2], cache.stride(0), table.stride(0),
-        HEADS=heads, RANK=rank, ROPE=entry - rank, WIDTH=max(triton.next_power_of_2(rank), 16),
-        ROPE_WIDTH=max(triton.next_power_of_2(entry - rank), 16), ROWS=config.rows, BLOCK=block, SPLIT=split, KEYS=keys,
+        HEADS=heads, RANK=rank, ROPE=entry - rank, WIDTH=max(next_power_of_2(rank), 16),
+        ROPE_WIDTH=max(next_power_of_2(entry - rank), 16), ROWS=config.rows, BLOCK=block, SPLIT=split, KEYS=keys,
         enable_fp_fusion=False, **options(num_warps=config.score_warps, num_stages=1),
     )  # fmt: skip
     _output[(min(len(work) * chunks * slices, most),)](

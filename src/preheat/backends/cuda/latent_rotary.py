@@ -14,6 +14,7 @@ from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.rotary import HEADS_PER_PROGRAM, _odd, _plus, _times
+from preheat.backends.cuda.sizes import cdiv, next_power_of_2
 
 
 @triton.jit(do_not_specialize=["max_blocks"])
@@ -72,9 +73,9 @@ def turn_and_write(
     ``slots``, ``positions`` and ``table`` for each step, so no kernel may write them.
     """
     heads, entry = made.shape[1] - 1, made.shape[2]
-    _turn_and_write[(len(made), triton.cdiv(heads + 1, HEADS_PER_PROGRAM))](
+    _turn_and_write[(len(made), cdiv(heads + 1, HEADS_PER_PROGRAM))](
         made, rope, slots, positions, table, cache, cache.stride(0), table.stride(0),
-        HEADS=heads, RANK=rank, ROPE=entry - rank, WIDTH=triton.next_power_of_2(rank),
-        HALF=triton.next_power_of_2((entry - rank) // 2), BLOCK=cache.shape[3], PER_PROGRAM=HEADS_PER_PROGRAM,
+        HEADS=heads, RANK=rank, ROPE=entry - rank, WIDTH=next_power_of_2(rank),
+        HALF=next_power_of_2((entry - rank) // 2), BLOCK=cache.shape[3], PER_PROGRAM=HEADS_PER_PROGRAM,
         enable_fp_fusion=False, **options(num_warps=2, num_stages=1),
     )  # fmt: skip

@@ -13,7 +13,6 @@ thread then has both halves of a pair in its registers.
 
 from __future__ import annotations
 
-import triton
 import triton.language as tl
 from torch import Tensor
 from triton.experimental import gluon
@@ -33,6 +32,7 @@ from preheat.backends.cuda.lora_expand import Expansion
 from preheat.backends.cuda.lora_hopper import adapters_of, add_adapters
 from preheat.backends.cuda.matmul.config import LinearShape, Wide, fits_wide
 from preheat.backends.cuda.matmul.weights import PlainWeight
+from preheat.backends.cuda.sizes import cdiv
 
 INPUTS = gl.constexpr(64)
 """Depth of a tile: 128-byte rows of shared memory."""
@@ -225,7 +225,7 @@ def wide(
     num_experts, outputs, inputs = weight.shape if len(weight.shape) == 3 else (1, *weight.shape)
     halves, group = 2 if gated else 1, choice.rows // 2
     weights = weight.tensor.view(num_experts * halves, -1, inputs)
-    tiles = triton.cdiv(len(x), choice.rows) * triton.cdiv(outputs, choice.outputs)
+    tiles = cdiv(len(x), choice.rows) * cdiv(outputs, choice.outputs)
     _wide[(min(tiles, processors(x.device)),)](
         descriptor(x, group, INPUTS.value),
         descriptor(weights, halves, choice.outputs // halves, INPUTS.value),

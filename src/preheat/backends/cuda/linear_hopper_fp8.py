@@ -8,7 +8,6 @@ group of warps adds, the other one uses the matrix unit.
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -20,6 +19,7 @@ from preheat.backends.cuda.launch import begin, options, processors
 from preheat.backends.cuda.linear_hopper import load_tiles, num_tiles, rounded_outputs, store_tile, tile_place
 from preheat.backends.cuda.matmul.config import Wide
 from preheat.backends.cuda.matmul.weights import STEP, DeviceWeight
+from preheat.backends.cuda.sizes import cdiv
 from preheat.ops.quantization import QuantizedRows
 
 ROWS = gl.constexpr(64)
@@ -114,7 +114,7 @@ def wide_fp8(choice: Wide, x: QuantizedRows, weight: DeviceWeight, bias: Tensor 
     """
     outputs, inputs = weight.shape
     halves = 2 if gated else 1
-    tiles = triton.cdiv(len(x), 2 * ROWS.value) * triton.cdiv(outputs, choice.outputs)
+    tiles = cdiv(len(x), 2 * ROWS.value) * cdiv(outputs, choice.outputs)
     _wide[(min(tiles, processors(y.device)),)](
         descriptor(x.codes, ROWS.value, STEP.value),
         descriptor(weight.codes.view(halves, -1, inputs), halves, choice.outputs // halves, STEP.value),

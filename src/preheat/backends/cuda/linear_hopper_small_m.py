@@ -14,7 +14,6 @@ added in the same rounding.
 
 from __future__ import annotations
 
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -27,6 +26,7 @@ from preheat.backends.cuda.hopper import barriers, descriptor, ring
 from preheat.backends.cuda.launch import begin_early, begin_late, options
 from preheat.backends.cuda.matmul.config import Tile
 from preheat.backends.cuda.matmul.weights import STEP, DeviceWeight
+from preheat.backends.cuda.sizes import cdiv
 from preheat.ops.quantization import QuantizedRows
 
 OUTPUTS = gl.constexpr(64)
@@ -355,7 +355,7 @@ def small_m_codes(tile: Tile, x: Tensor, weight: DeviceWeight, bias: Tensor | No
         y,
         len(x),
         y.shape[1],
-        triton.cdiv(inputs, DEPTH.value),
+        cdiv(inputs, DEPTH.value),
         gated=gated,
         GROUP=group,
         STAGES=tile.stages,
@@ -385,7 +385,7 @@ def small_m_float8(
 
 
 def _grid(tile: Tile, y: Tensor, gated: bool) -> tuple[int, int]:
-    return triton.cdiv(y.shape[1], OUTPUTS.value // (2 if gated else 1)), triton.cdiv(len(y), tile.rows)
+    return cdiv(y.shape[1], OUTPUTS.value // (2 if gated else 1)), cdiv(len(y), tile.rows)
 
 
 def _chunks(x: Tensor, chunks: int, rows: int) -> TensorDescriptor:

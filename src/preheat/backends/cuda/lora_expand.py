@@ -17,6 +17,7 @@ from torch import Tensor
 from preheat.backends.cuda.elementwise import plus, rounded, silu_mul
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.lora_shrink import SLOT_STRIDE, ShrinkSizes, added_up
+from preheat.backends.cuda.sizes import cdiv
 from preheat.ops.values import TILE
 
 WIDTH, WARPS = 128, 4
@@ -234,9 +235,9 @@ def expand(
     parts = [columns] if gated else [end - start for start, end in pairwise(bounds)]
     (world, stacked), slots = adapters.shrunk.shape[:2], adapters.shrunk.shape[-2]
     size = adapters.block
-    blocks = slots // size + (triton.cdiv(rows, size) if gated else 0)
+    blocks = slots // size + (cdiv(rows, size) if gated else 0)
     width, warps = (WIDTH, WARPS) if outputs < HEAD_OUTPUTS else (HEAD_WIDTH, HEAD_WARPS)
-    _expand[sum(triton.cdiv(part, width) for part in parts), blocks](
+    _expand[sum(cdiv(part, width) for part in parts), blocks](
         y, z, adapters, rows, columns, slots, TILES=adapters.b.shape[1], RANKS=TILE, COLUMNS=width, ROWS=size,
         WORLD=world, PARTS=stacked, K_SPLITS=sums.k_splits if sums else 1, SPLITS=sums.splits if sums else 0,
         WHOLE=all(bound % 16 == 0 for bound in bounds), gated=gated, chosen=chosen,

@@ -28,6 +28,7 @@ from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.lora_blocks import BLOCK
 from preheat.backends.cuda.lora_expand import WIDTH, times
 from preheat.backends.cuda.moe_route import Arrangement
+from preheat.backends.cuda.sizes import cdiv, next_power_of_2
 from preheat.ops.matmul import LowRankPair
 from preheat.ops.values import PART, TILE
 
@@ -176,7 +177,7 @@ def shrink_experts(x: Tensor, factors: Factors, blocks: Blocks, arrangement: Arr
     """
     a, _, tiles, scales = factors.matrices
     (count, tiles_each, modules, _, inputs), rows = a.shape, arrangement.rows
-    width = min(PART, max(triton.next_power_of_2(inputs), TILE))
+    width = min(PART, max(next_power_of_2(inputs), TILE))
     shrunk = x.new_empty(modules // len(arrangement.counts), tiles_each, rows, TILE, dtype=torch.float32)
     programs, step, sizes = _launched(factors, blocks, arrangement)
     _shrink_experts[programs, len(shrunk) * tiles_each](
@@ -197,7 +198,7 @@ def expand_experts(
     programs, step, sizes = _launched(factors, blocks, arrangement)
     parts, experts = len(shrunk), len(arrangement.counts)
     columns, height = y.shape[1] // parts, b.shape[2] // (parts * experts)
-    _expand_experts[programs, triton.cdiv(columns, WIDTH), parts](
+    _expand_experts[programs, cdiv(columns, WIDTH), parts](
         y, shrunk, b[:, :, first:], tiles, *step, len(y), len(b), columns, height, COLUMNS=WIDTH, **sizes,
         enable_fp_fusion=False, **options(num_warps=4, num_stages=2),
     )  # fmt: skip
@@ -334,7 +335,7 @@ def shrink_slots(kept: Kept, factors: Factors, blocks: Blocks) -> Tensor:
     """
     a, _, tiles, _ = factors.matrices
     count, rows, size = kept.rows.shape
-    slots, width = kept.arrangement.weights.numel(), min(PART, max(triton.next_power_of_2(size), TILE))
+    slots, width = kept.arrangement.weights.numel(), min(PART, max(next_power_of_2(size), TILE))
     shrunk = a.new_empty(a.shape[1], slots, TILE, dtype=torch.float32)
     _shrink_slots[slots, len(shrunk)](
         kept.rows, a, shrunk, tiles, *kept.routed, blocks.slots, blocks.adapter_slots, rows, size, a.shape[4],
@@ -350,7 +351,7 @@ def expand_tokens(y: Tensor, parts: Tensor, kept: Kept, factors: Factors, blocks
     The parts of each rank are contiguous.
     """
     _, b, tiles, scales = factors.matrices
-    _expand_tokens[len(y), triton.cdiv(y.shape[1], WIDTH)](
+    _expand_tokens[len(y), cdiv(y.shape[1], WIDTH)](
         y, parts, b, tiles, scales, *kept.routed, kept.arrangement.weights, blocks.slots, blocks.adapter_slots,
         parts.stride(0), y.shape[1], WORLD=len(parts), COLUMNS=WIDTH, **_sizes(kept, factors),
         enable_fp_fusion=False, **options(num_warps=4, num_stages=2),

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, begin_early, begin_late, options
 from preheat.backends.cuda.lora_blocks import BLOCK, TABLE_PARTS, TABLE_ROWS, Blocks
+from preheat.backends.cuda.sizes import next_power_of_2
 from preheat.ops.values import PART, TILE
 
 CHUNK = 128
@@ -64,7 +65,7 @@ class ShrinkSizes:
     @property
     def width(self) -> int:
         """Inputs of a split of a K split."""
-        return min(PART, max(int(triton.next_power_of_2(self.split_inputs)), TILE))
+        return min(PART, max(int(next_power_of_2(self.split_inputs)), TILE))
 
     @property
     def splits(self) -> int:
@@ -193,6 +194,6 @@ def shrink(
     together = sizes.parts if many else 1  # few rows gain more from more programs
     _shrink[slots // blocks.size, sizes.k_splits * sizes.splits, sizes.parts // together](
         given, shrunk, blocks.adapter_slots, blocks.members, len(given.x), sizes.inputs, sizes.split_inputs, slots,
-        **sizes.constants, TOGETHER=together, ROWS=blocks.size, ACROSS=triton.next_power_of_2(together * TILE),
+        **sizes.constants, TOGETHER=together, ROWS=blocks.size, ACROSS=next_power_of_2(together * TILE),
         adds=adds, scaled=scaled, beside=beside, **options(num_warps=4 if many else 2, num_stages=3 if many else 4),
     )  # fmt: skip

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.moe_scores import keep, route_by_scores
+from preheat.backends.cuda.sizes import cdiv, next_power_of_2
 from preheat.ops.values import Routing
 
 SLOTS = 128
@@ -176,8 +177,8 @@ def arrange(
     ranks = ints(slots) if block > 1 else chosen
     if routing.is_plain and scales == NO_SCALES:
         _route[(tokens,)](
-            logits, chosen, weights, ranks, counts, EXPERTS=num_experts, WIDTH=triton.next_power_of_2(num_experts),
-            K=routing.top_k, SLOTS_WIDTH=triton.next_power_of_2(routing.top_k), renormalize=routing.renormalize,
+            logits, chosen, weights, ranks, counts, EXPERTS=num_experts, WIDTH=next_power_of_2(num_experts),
+            K=routing.top_k, SLOTS_WIDTH=next_power_of_2(routing.top_k), renormalize=routing.renormalize,
             round_weights=routing.round_weights, count=block > 1, enable_fp_fusion=False,
             **options(num_warps=1, num_stages=1),
         )  # fmt: skip
@@ -189,10 +190,10 @@ def arrange(
         block, ints(slots), ints(blocks * block), ints(blocks),
         ints(last - first + 1), counts, weights, chosen, own,
     )  # fmt: skip
-    at_once = min(SLOTS, max(triton.next_power_of_2(slots), 16))
-    _arrange[(triton.cdiv(max(slots, blocks), at_once),)](
+    at_once = min(SLOTS, max(next_power_of_2(slots), 16))
+    _arrange[(cdiv(max(slots, blocks), at_once),)](
         chosen, ranks, made.rows_of_experts, made.places, made.tokens, made.experts, made.starts, slots, blocks,
-        K=routing.top_k, BLOCK=block, EXPERTS=last - first, WIDTH=triton.next_power_of_2(last - first), SLOTS=at_once,
+        K=routing.top_k, BLOCK=block, EXPERTS=last - first, WIDTH=next_power_of_2(last - first), SLOTS=at_once,
         dealt=own is not None, FIRST=first, largest_first=largest_first, **options(num_warps=4, num_stages=1),
     )  # fmt: skip
     return made
@@ -222,7 +223,7 @@ def spread(x: Tensor, arrangement: Arrangement) -> Tensor:
     """Return rows of ``x`` [tokens, size] at their arranged places; padding is undefined."""
     if arrangement.block == 1:
         return x[:, None].expand(-1, arrangement.top_k, -1).contiguous().view(arrangement.rows, -1)
-    size, width = x.shape[1], triton.next_power_of_2(x.shape[1])
+    size, width = x.shape[1], next_power_of_2(x.shape[1])
     out = x.new_empty(arrangement.rows, size)
     keywords: dict[str, Any] = options(num_warps=min(max(width // 512, 1), 16), num_stages=1)
     first, last = arrangement.own or (0, 0)
@@ -255,7 +256,7 @@ def by_slots(rows: Tensor, arrangement: Arrangement) -> Tensor:
         return rows
     assert arrangement.own is not None
     slots, (first, last), size = len(arrangement.chosen), arrangement.own, rows.shape[1]
-    out, width = rows.new_empty(slots, size), triton.next_power_of_2(size)
+    out, width = rows.new_empty(slots, size), next_power_of_2(size)
     _take[(slots,)](
         rows, arrangement.places, arrangement.chosen, out, size, FIRST=first, EXPERTS=last - first, WIDTH=width,
         **options(num_warps=min(max(width // 512, 1), 16), num_stages=1),
@@ -300,10 +301,10 @@ def combine(rows: Tensor, arrangement: Arrangement) -> Tensor:
     """
     tokens, size, dealt = len(arrangement.weights), rows.shape[-1], arrangement.own is not None
     out = rows.new_empty(tokens, size)
-    columns, experts = min(1024, triton.next_power_of_2(size)), len(arrangement.counts)
-    _combine[(tokens, triton.cdiv(size, columns))](
+    columns, experts = min(1024, next_power_of_2(size)), len(arrangement.counts)
+    _combine[(tokens, cdiv(size, columns))](
         rows, arrangement.chosen if dealt else arrangement.places, arrangement.weights, arrangement.counts, out, size,
-        K=arrangement.top_k, COLUMNS=columns, EXPERTS=experts, WIDTH=triton.next_power_of_2(experts),
+        K=arrangement.top_k, COLUMNS=columns, EXPERTS=experts, WIDTH=next_power_of_2(experts),
         arranged=arrangement.block > 1, dealt=dealt, EACH=experts // len(rows) if dealt else 0,
         enable_fp_fusion=False, **options(num_warps=4, num_stages=1),
     )  # fmt: skip

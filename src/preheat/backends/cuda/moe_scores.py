@@ -11,6 +11,7 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.launch import begin, options
+from preheat.backends.cuda.sizes import next_power_of_2
 from preheat.ops.values import Routing
 
 
@@ -121,9 +122,9 @@ def route_by_scores(
     tokens, experts = logits.shape
     factor = None if routing.factor == 1.0 else routing.factor
     _route_by_scores[(tokens,)](
-        logits, correction, factors, *out, factor, EXPERTS=experts, WIDTH=triton.next_power_of_2(experts),
-        K=routing.top_k, SLOTS_WIDTH=triton.next_power_of_2(routing.top_k), GROUPS=routing.groups,
-        GROUPS_WIDTH=triton.next_power_of_2(routing.groups), TOP_GROUPS=routing.top_groups, BEST=routing.best,
+        logits, correction, factors, *out, factor, EXPERTS=experts, WIDTH=next_power_of_2(experts),
+        K=routing.top_k, SLOTS_WIDTH=next_power_of_2(routing.top_k), GROUPS=routing.groups,
+        GROUPS_WIDTH=next_power_of_2(routing.groups), TOP_GROUPS=routing.top_groups, BEST=routing.best,
         SIGMOID=routing.scoring == "sigmoid", renormalize=routing.renormalize, round_weights=routing.round_weights,
         count=count, enable_fp_fusion=False, **options(num_warps=1, num_stages=1),
     )  # fmt: skip

@@ -22,6 +22,7 @@ from torch import Tensor
 from preheat.backends.base.layers import FusedInput, Norm
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.quantize import empty_codes, store_codes
+from preheat.backends.cuda.sizes import next_power_of_2
 from preheat.ops.kinds import ActivationScales, NormKind
 from preheat.ops.quantization import QuantizedRows
 
@@ -133,7 +134,7 @@ def _values_norm(
 
 def layout(size: int) -> dict[str, Any]:
     """Return keywords of a launch of one program for each row of ``size`` numbers."""
-    width = triton.next_power_of_2(size)
+    width = next_power_of_2(size)
     return {"WIDTH": width, "enable_fp_fusion": False, **options(num_warps=min(max(width // 512, 1), 16), num_stages=1)}
 
 
@@ -159,7 +160,7 @@ class CudaNorm:
         rest = x.shape[1] - size
         _inserted_norm[(len(x),)](
             x, self.weight, self.bias, out, 1.0 / size, self.eps, x.stride(0), out.stride(0),
-            KIND=self.kind, SIZE=size, REST=rest, REST_WIDTH=triton.next_power_of_2(rest), **layout(size),
+            KIND=self.kind, SIZE=size, REST=rest, REST_WIDTH=next_power_of_2(rest), **layout(size),
         )  # fmt: skip
 
     def of_values(self, qkv: Tensor, heads: int, *, repeats: bool) -> Tensor:

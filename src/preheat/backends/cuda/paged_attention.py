@@ -43,6 +43,7 @@ from preheat.backends.cuda.attention_values import ANY_ROWS, LOG2_E, Pieces, Pla
 from preheat.backends.cuda.card import PORTABLE, Card
 from preheat.backends.cuda.device import card_at
 from preheat.backends.cuda.launch import begin, options, processors
+from preheat.backends.cuda.sizes import next_power_of_2
 from preheat.backends.cuda.work import BEHIND, MOST_SPLITS, WHOLE_CONTEXT
 
 TILE = 64
@@ -117,15 +118,15 @@ def verify_rows(heads: int, kv_heads: int, width: int, dim: int, dtype: torch.dt
 
     The number covers all tokens of a row, up to the limit set by registers.
     """
-    group_rows: int = triton.next_power_of_2(heads // kv_heads)
+    group_rows: int = next_power_of_2(heads // kv_heads)
     most = 16 if dtype == torch.float32 or dim > 256 else 64 if dim <= 128 else 32
-    wanted: int = triton.next_power_of_2(width * group_rows)
+    wanted: int = next_power_of_2(width * group_rows)
     return max(min(wanted, most), 16, group_rows)
 
 
 def verify_queries(heads: int, kv_heads: int, width: int, dim: int, dtype: torch.dtype) -> int:
     """Return the tokens of a :func:`decode_attention` tile for rows of ``width`` tokens."""
-    group_rows: int = triton.next_power_of_2(heads // kv_heads)
+    group_rows: int = next_power_of_2(heads // kv_heads)
     queries: int = verify_rows(heads, kv_heads, width, dim, dtype) // group_rows
     return queries
 
@@ -392,7 +393,7 @@ def _walk(
 
 def query_tile(heads: int, kv_heads: int, config: AttentionConfig) -> int:
     """Return the tokens of a tile for :func:`prefill_attention`."""
-    group_rows: int = triton.next_power_of_2(heads // kv_heads)
+    group_rows: int = next_power_of_2(heads // kv_heads)
     return max(1, config.rows // group_rows)
 
 
@@ -429,7 +430,7 @@ def decode_attention(
     work, width, window = pieces.work, rows.width, scores.window
     units = len(work) * kv_heads
     config = config or decode_config(rows.most, dim, q.dtype, cache.dtype, card_at(q.device))
-    query_rows, queries, warps = max(config.rows, triton.next_power_of_2(heads // kv_heads)), 1, config.warps
+    query_rows, queries, warps = max(config.rows, next_power_of_2(heads // kv_heads)), 1, config.warps
     if width > 1:
         query_rows, warps = verify_rows(heads, kv_heads, width, dim, q.dtype), max(warps, 4)
         queries = verify_queries(heads, kv_heads, width, dim, q.dtype)
@@ -440,7 +441,7 @@ def decode_attention(
         workspace.parts, workspace.tops, workspace.totals, workspace.arrived, workspace.claims,
         scores.alibi, scores.sinks, scores.scale * LOG2_E, scores.value_scale,
         *q.stride()[:2], *cache.stride()[:3], places.table.stride(0),
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=triton.next_power_of_2(dim), ROWS=query_rows, QUERIES=queries,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=next_power_of_2(dim), ROWS=query_rows, QUERIES=queries,
         BLOCK=block, SPLIT=scores.split, TILE=TILE, WINDOW=window or 0, VERIFY=width > 1,
         enable_fp_fusion=False, **options(num_warps=max(warps, query_rows // 16), num_stages=config.stages),
     )  # fmt: skip
@@ -471,12 +472,12 @@ def prefill_attention(
     heads, dim = q.shape[1:]
     kv_heads, block = cache.shape[2:4]
     config = config or prefill_config(dim, q.dtype, card_at(q.device))
-    group_rows = triton.next_power_of_2(heads // kv_heads)
+    group_rows = next_power_of_2(heads // kv_heads)
     _prefill[(len(pieces.work) * kv_heads,)](
         q, cache, places.table, places.slots, places.positions, pieces.work, pieces.used, out,
         scores.alibi, scores.sinks, scores.scale * LOG2_E, scores.value_scale,
         *q.stride()[:2], *cache.stride()[:3], places.table.stride(0),
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=triton.next_power_of_2(dim),
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, WIDTH=next_power_of_2(dim),
         ROWS=max(config.rows, group_rows), GROUP_ROWS=group_rows,
         BLOCK=block, SPLIT=scores.split, TILE=TILE, WINDOW=scores.window or 0, SIDES=sides,
         enable_fp_fusion=False, **options(num_warps=config.warps, num_stages=config.stages),

@@ -12,13 +12,13 @@ from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
-import triton
 from torch import Tensor
 
 from preheat.backends.cuda.collective import PATIENCE_S, Landing, Nccl, RankSums, Room, add_ranks, landings
 from preheat.backends.cuda.launch import options
 from preheat.backends.cuda.peer_kernels import BESIDE, EACH, GATHER, GONE, LINE, SHARES, exchange
 from preheat.backends.cuda.peer_landed import add_landed
+from preheat.backends.cuda.sizes import cdiv, next_power_of_2
 from preheat.errors import PreheatError
 
 logger = logging.getLogger(__name__)
@@ -79,7 +79,7 @@ def run(
     size, outputs = mine.numel(), mine.shape[-1]
     step = how.block * (room.world if how.form == SHARES.value else 1)
     stride = room.parts[0].numel() // (2 * room.world * room.programs)
-    exchange[(min(triton.cdiv(size, step), programs, room.programs),)](
+    exchange[(min(cdiv(size, step), programs, room.programs),)](
         mine, bias, out, room.parts, room.results, room.flags, room.epochs, room.silent, size, outputs, out.shape[-1],
         room.patience,
         FORM=how.form, RANK=room.rank, WORLD=room.world, BLOCK=how.block, STRIDE=stride, PROGRAMS=room.programs,
@@ -155,7 +155,7 @@ class Peers(RankSums):
         return out
 
     def joining(self, rows: int, size: int) -> Room | None:
-        fits = triton.next_power_of_2(size) <= STRIDE and rows * size * (self.world - 1) <= EACH_MOST
+        fits = next_power_of_2(size) <= STRIDE and rows * size * (self.world - 1) <= EACH_MOST
         return self._rooms[torch.float32] if fits else None
 
     def gather(self, x: Tensor) -> Tensor:

@@ -19,6 +19,7 @@ from preheat.backends.cuda.collective import Landing, Room, root_of
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.norm import CudaNorm, QuantizedInput, finish_row, layout
 from preheat.backends.cuda.peer_kernels import biased, raise_flags, wait
+from preheat.backends.cuda.sizes import cdiv
 from preheat.ops.quantization import QuantizedRows
 
 BLOCK = 4096
@@ -122,7 +123,7 @@ def add_landed(
     """
     rows, outputs = out[landing.first : landing.end], out.shape[1]
     share, count = landing.share * outputs, len(room.epochs)
-    _add[(min(triton.cdiv(share, block), programs or count, count),)](
+    _add[(min(cdiv(share, block), programs or count, count),)](
         bias, rows, room.landed, room.returned, room.flags, room.epochs, room.silent, share, rows.numel(),
         room.landed[0].shape[1], outputs, room.patience, RANK=room.rank, WORLD=room.world, BLOCK=block,
         **options(num_warps=8, num_stages=1),

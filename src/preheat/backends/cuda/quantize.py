@@ -19,6 +19,7 @@ from torch import Tensor
 from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.elementwise import silu_mul
 from preheat.backends.cuda.launch import COMPILED, begin, options
+from preheat.backends.cuda.sizes import cdiv, next_power_of_2
 from preheat.ops.kinds import ActivationScales
 from preheat.ops.quantization import E4M3, E4M3_MAX, LEAST_SCALE, PROMOTED, QuantizedRows
 
@@ -123,7 +124,7 @@ def _greatest(x, places, maxima, SIZE: tl.constexpr, WIDTH: tl.constexpr, overla
 def empty_codes(x: Tensor, kind: ActivationScales) -> tuple[Tensor, Tensor]:
     """Return empty codes and scales for rows like ``x`` [rows, inputs]."""
     rows, inputs = x.shape
-    groups = triton.cdiv(inputs, PROMOTED) if kind == "block" else 1
+    groups = cdiv(inputs, PROMOTED) if kind == "block" else 1
     codes = torch.empty((rows, inputs), dtype=E4M3, device=x.device)
     return codes, torch.empty((rows, groups), dtype=torch.float32, device=x.device)
 
@@ -168,5 +169,5 @@ def quantize_parts(x: Tensor, ranks: RankSums, places: Tensor | None = None) -> 
 
 def _layout(x: Tensor) -> dict[str, Any]:
     """Return keywords of a launch of one program for each row of ``x``."""
-    width = triton.next_power_of_2(x.shape[1])
+    width = next_power_of_2(x.shape[1])
     return {"SIZE": x.shape[1], "WIDTH": width, **options(num_warps=min(max(width // 512, 1), 8), num_stages=1)}

@@ -21,13 +21,14 @@ from preheat.backends.cuda.attention_values import Places
 from preheat.backends.cuda.launch import COMPILED, begin, options
 from preheat.backends.cuda.norm import inverse_rms
 from preheat.backends.cuda.quantize import divided
+from preheat.backends.cuda.sizes import cdiv, next_power_of_2
 
 HEADS_PER_PROGRAM = 8
 
 
 def heads_of_program(dim: int) -> int:
     """Return the heads of a program: two warps hold so many halves of wide heads at once. Changes no bits."""
-    half: int = triton.next_power_of_2(dim // 2)
+    half: int = next_power_of_2(dim // 2)
     return max(1, min(HEADS_PER_PROGRAM, 512 // half))
 
 
@@ -183,11 +184,11 @@ def rope_and_write(
     kv_heads = cache.shape[2] if own else 0
     heads = qkv.shape[1] - 2 * kv_heads
     each = heads_of_program(dim)
-    programs = (len(qkv), triton.cdiv(heads + 2 * kv_heads, each))
+    programs = (len(qkv), cdiv(heads + 2 * kv_heads, each))
     _rope_and_write[programs](
         qkv, rope, growth, places.slots, places.positions, places.table, cache, weight, eps, key_scale, value_scale,
         *cache.stride()[:3], places.table.stride(0),
-        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=triton.next_power_of_2(dim // 2), BLOCK=block,
+        HEADS=heads, KV_HEADS=kv_heads, DIM=dim, HALF=next_power_of_2(dim // 2), BLOCK=block,
         PER_PROGRAM=each, KIND=kind,
         MOST=torch.finfo(cache.dtype).max if scales else 0.0, BY_TOKEN=by_token,
         enable_fp_fusion=False, **options(num_warps=2, num_stages=1),

@@ -20,6 +20,7 @@ from preheat.backends.cuda.matmul.config import Tile, shape_of
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.maps import Cut, corner
 from preheat.backends.cuda.matmul.products import plain
+from preheat.backends.cuda.sizes import cdiv, next_power_of_2
 from preheat.ops.values import Matmul
 
 
@@ -82,9 +83,9 @@ class HeadsLayer:
         """Write the outputs of ``x`` to ``out`` by tiles like ``tile``."""
         heads, outputs, inputs = self.weight.shape
         rest = x.shape[2] - inputs
-        gemm_heads[(triton.cdiv(outputs, tile.outputs) * triton.cdiv(len(x), tile.rows), heads)](
+        gemm_heads[(cdiv(outputs, tile.outputs) * cdiv(len(x), tile.rows), heads)](
             x, self.weight, out, *x.stride()[:2], *out.stride()[:2], len(x), outputs, inputs,
-            REST=rest, WIDTH=triton.next_power_of_2(rest), EVEN=inputs % tile.inputs == 0,
+            REST=rest, WIDTH=next_power_of_2(rest), EVEN=inputs % tile.inputs == 0,
             CUT=Cut(tile.outputs, tile.rows, tile.inputs, 1), ASKED=asked_plain(tile),
             **options(num_warps=tile.warps, num_stages=tile.stages),
         )  # fmt: skip

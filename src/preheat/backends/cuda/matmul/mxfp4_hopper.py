@@ -16,7 +16,6 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 import torch
-import triton
 from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -29,6 +28,7 @@ from preheat.backends.cuda.matmul.config import Tile
 from preheat.backends.cuda.matmul.gemm import Gated, gates
 from preheat.backends.cuda.matmul.mxfp4 import E2M1
 from preheat.backends.cuda.matmul.weights import STEP, DeviceWeight
+from preheat.backends.cuda.sizes import cdiv
 
 if TYPE_CHECKING:
     from preheat.backends.cuda.moe_route import Arrangement
@@ -312,10 +312,10 @@ def multiply_streamed(
     """
     count, outputs, inputs = weight.shape
     columns, groups = y.shape[1], tile.warps // 4
-    steps = triton.cdiv(inputs, STEP.value)
+    steps = cdiv(inputs, STEP.value)
     rows = x.view(len(x), -1, HALF.value).transpose(0, 1)
     scales = weight.scales.view(torch.int32)
-    tiles = len(arrangement.experts) * triton.cdiv(columns, groups * OUTPUTS.value * (1 if gated else 2))
+    tiles = len(arrangement.experts) * cdiv(columns, groups * OUTPUTS.value * (1 if gated else 2))
     experts_streamed[(min(tiles, processors(x.device) * (2 if groups == 1 else 1)),)](
         descriptor(rows, 2, tile.rows, HALF.value),
         descriptor(rows, 2, tile.rows // 2, HALF.value),

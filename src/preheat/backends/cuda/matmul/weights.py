@@ -19,6 +19,7 @@ from preheat.backends.cuda.matmul.config import may_be_shuffled, whole_groups
 from preheat.backends.cuda.matmul.mxfp4 import LARGE_WORDS, mixed, mixed_nibbles, powers_of, words_of
 from preheat.backends.cuda.norm import QuantizedInput
 from preheat.backends.cuda.quantize import quantize_rows
+from preheat.backends.cuda.sizes import cdiv
 from preheat.ops.fp4 import nibbles_of
 from preheat.ops.kinds import Scheme
 from preheat.ops.quantization import QuantizedRows, QuantizedWeight, plain_rows
@@ -331,8 +332,8 @@ def dequantized(weight: DeviceWeight) -> Tensor:
     """Return the weight [outputs, inputs] in the model's dtype, a new tensor."""
     outputs, inputs = weight.shape
     result = torch.empty((outputs, inputs), dtype=weight.dtype, device=weight.codes.device)
-    steps = triton.cdiv(inputs // weight.splits, STEP.value)
-    _dequantize[(triton.cdiv(outputs, 32), steps, weight.splits)](
+    steps = cdiv(inputs // weight.splits, STEP.value)
+    _dequantize[(cdiv(outputs, 32), steps, weight.splits)](
         weight.codes, weight.scales, weight.zeros, weight.index, result, outputs, inputs, *layout(weight), OUTPUTS=32,
         SHUFFLED=weight.shuffled, FOUR=weight.scheme.bits == 4, E2M1=weight.scheme.code == "fp4",
         GROUP=weight.scheme.group, EVEN=whole_groups(weight.scheme), POWERS=weight.scheme.powers,
