@@ -244,6 +244,32 @@ def encoders(name: str, results: Path) -> str:
     return "".join(lines) + "\n"
 
 
+def turns(name: str, results: Path) -> str:
+    """Return a table of a benchmark on two commits in turns. Of prompts of several lengths it has the worst."""
+    path = results / f"turns_{name}.json"
+    if not path.exists():
+        return "\nNot measured yet.\n\n"
+    found = json.loads(path.read_text(encoding="utf-8"))
+    figures = found["figures"]
+    slower = {each: percent for each, percent in figures["slower_percent"].items() if TIMED.search(each)}
+    lengths = {each: percent for each, percent in slower.items() if "_by_length" in each}
+    worst = max(lengths, key=lambda each: lengths[each], default=None)
+    commit, count = figures["old_commit"], f"{figures['turns']} turn" + "s" * (figures["turns"] > 1)
+    command = f"`scripts/bench turns {commit} {' '.join(figures['command'])}`"
+    lines = [
+        f"\n{command}, {count}. {_machine(found['machine'])}.\n",
+        f"\n| | {commit} | now | slower by |\n| --- | --- | --- | --- |\n",
+    ]
+    for each, percent in slower.items():
+        if each not in lengths or each == worst:
+            old, new = (shown(figures[which][each]) for which in ("old", "new"))
+            lines.append(f"| {each} | {old} | {new} | {percent:+.1f} % |\n")
+    return "".join(lines) + "\n"
+
+
+TIMED = re.compile(r"(^| )(\w*_(ms|s)|prefill_tok_s_by_length)( |$)")
+"""Figures of time and speed, among counts and bytes."""
+
 CPU_FIGURES = ("tokens_per_s", "decode_tokens_per_s", "prompt_tokens_per_s")
 
 
@@ -305,6 +331,7 @@ WRITERS = {
     "invariance_cost": invariance_cost,
     "kernels": kernels,
     "plot": plot,
+    "turns": turns,
 }
 
 

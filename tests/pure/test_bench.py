@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import invariance_cost
+from benchmarks import invariance_cost, turns
 from benchmarks.common import arithmetic, table
 from benchmarks.common.client import Client, Served, quantile, summary
 from benchmarks.common.families import scaled_down
@@ -223,3 +223,24 @@ def test_the_command_never_imports_torch():
     code = f"import sys, importlib as i; [i.import_module(m) for m in {modules}]; sys.exit('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], env=environment(), check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr or "torch was imported"
+
+
+def test_turns_compare_times_and_rates():
+    """A rate is slower if it is lower; a commit's figure is the best of its turns."""
+    first = {"itl_ms": {"1": 4.0, "8": 5.0}, "prefill_tok_s": 100, "options": {"ms": 1}, "arithmetic": {"1": {"ms": 2}}}
+    again = {"itl_ms": {"1": 3.0, "8": 6.0}, "prefill_tok_s": 120, "steps": [{"name": "warm-up", "seconds": 2.0}, 7]}
+    found = [dict(turns.figures_in(each)) for each in (first, again)]
+    assert found[0] == {"itl_ms 1": 4.0, "itl_ms 8": 5.0, "prefill_tok_s": 100.0}
+    assert found[1]["steps warm-up seconds"] == 2.0
+    old = turns.best(found)
+    assert old == {"itl_ms 1": 3.0, "itl_ms 8": 5.0, "prefill_tok_s": 120.0}
+    assert turns.slower(old, {"itl_ms 1": 3.3, "itl_ms 8": 5.0, "prefill_tok_s": 100.0, "ttft_ms": 1.0}) == {
+        "itl_ms 1": 10.0, "itl_ms 8": 0.0, "prefill_tok_s": 20.0
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("words", [["HEAD"], ["HEAD", "--turns", "2", "latency"], ["--turns", "0", "HEAD", "latency"]])
+def test_turns_refuse_a_command_without_a_benchmark(words, capsys):
+    with pytest.raises(SystemExit):
+        turns.main(words)
+    assert "name a commit, a benchmark and its arguments" in capsys.readouterr().err
