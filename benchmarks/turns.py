@@ -86,6 +86,11 @@ def run(tree: Path, words: Sequence[str]) -> Figures:
     return {name: value for each in found for name, value in figures_in(each)}
 
 
+def git(*words: str) -> bytes:
+    """Return what git prints in this checkout."""
+    return subprocess.run(["git", *words], cwd=ROOT, check=True, capture_output=True).stdout
+
+
 @contextmanager
 def tree_of(commit: str, folder: Path | None) -> Iterator[Path]:
     """Yield the folder with the files of ``commit``: ``folder``, or a temporary one."""
@@ -93,8 +98,7 @@ def tree_of(commit: str, folder: Path | None) -> Iterator[Path]:
         yield folder.resolve()
         return
     with tempfile.TemporaryDirectory() as name:
-        files = subprocess.run(["git", "archive", commit, *NEEDED], cwd=ROOT, check=True, capture_output=True).stdout
-        with tarfile.open(fileobj=BytesIO(files)) as archive:
+        with tarfile.open(fileobj=BytesIO(git("archive", commit, *NEEDED))) as archive:
             archive.extractall(name, filter="data")
         yield Path(name)
 
@@ -110,14 +114,16 @@ def main(words: Sequence[str]) -> None:
     if not args.words or args.words[0].startswith("-") or args.turns < 1:
         flags.error("after the options, name a commit, a benchmark and its arguments; take at least one turn")
     taken: dict[str, list[Figures]] = {"old": [], "new": []}
-    with tree_of(args.commit, args.tree) as old:
+    name = args.commit if args.tree else git("rev-parse", "--short", args.commit).decode().strip()
+    with tree_of(name, args.tree) as old:
         trees = {"old": old, "new": ROOT}
         for turn in range(args.turns):
             for which in ("old", "new") if turn % 2 == 0 else ("new", "old"):
                 taken[which].append(run(trees[which], args.words))
     figures = {which: best(turns) for which, turns in taken.items()}
     change = slower(figures["old"], figures["new"])
-    for name, percent in change.items():
-        print(f"{figures['old'][name]:12.3f} {figures['new'][name]:12.3f} {percent:+7.2f} %  {name}")
-    found = {"old_commit": args.commit, "command": args.words, "turns": args.turns, **figures, "slower_percent": change}
+    for each, percent in change.items():
+        print(f"{figures['old'][each]:12.3f} {figures['new'][each]:12.3f} {percent:+7.2f} %  {each}")
+    found = {"old_commit": name, "command": args.words, "turns": args.turns}
+    found |= {**figures, "slower_percent": change}
     save("turns_" + "_".join(word for word in args.words if not word.startswith("-")), found, args.output)
