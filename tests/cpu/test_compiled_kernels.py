@@ -232,7 +232,7 @@ def many_rows(choice, gated, adapters):
 
 
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize("choice", [Wide(256, 128, 4), Wide(128, 128, 6)])
+@pytest.mark.parametrize("choice", [Wide(256, 128, 4), Wide(128, 128, 6), Wide(64, 128, 6)])
 def test_adapters_leave_products_of_many_rows_asynchronous(choice, gated):
     """With adapters, as many products wait for the one before as without.
 

@@ -12,8 +12,10 @@ from triton.runtime.errors import OutOfResources
 from preheat.backends.cuda import launch, prove
 from preheat.backends.cuda.card import CARDS
 from preheat.backends.cuda.launch import Loading
-from preheat.backends.cuda.matmul.config import LinearShape, Tile, reference
+from preheat.backends.cuda.matmul.config import Library, LinearShape, Tile, Wide, reference
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
+from preheat.backends.cuda.matmul.rules import tile_rule
+from preheat.backends.cuda.matmul.tables import Entry, Table
 from preheat.errors import KernelRefused
 
 SHAPE = LinearShape(6144, 4096)
@@ -51,6 +53,22 @@ def test_a_reference_that_does_not_compile_ends_in_one_message(broken):
     broken.add(reference(SHAPE))
     with pytest.raises(KernelRefused, match=r"the only kernel for .* use --device cpu"):
         settled(KernelConfigs(invariant=False, card=CARDS[8, 6]))
+
+
+@pytest.mark.parametrize("also", [False, True], ids=["", "the replacement, too"])
+def test_a_kernel_in_place_of_cublas_is_proven_too(monkeypatch, also):
+    """Control: without another comparison its bits would be unknown."""
+    deep, narrow, compared = LinearShape(4096, 14336), Wide(64, 128, 6), []
+
+    def differing(shape, chosen):
+        compared.extend(chosen)
+        return {pair for pair in chosen if pair[1] == Library() or (also and pair[1] == narrow)}
+
+    monkeypatch.setattr(prove, "differing", differing)
+    configs = KernelConfigs([Table("", (9, 0), [Entry.of(deep, 256, Library(), 1.0)])], card=CARDS[9, 0])
+    assert prove.prove(configs, [deep], [256]) == {(deep, 256): False}
+    assert compared == [(256, Library()), (256, narrow)]
+    assert configs(deep, 256) == (tile_rule(deep, 256) if also else narrow)
 
 
 @pytest.mark.parametrize(

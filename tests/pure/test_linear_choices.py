@@ -242,6 +242,20 @@ def test_the_tuner_tries_kernels_of_the_same_instruction(rows):
         assert len(tried) == len(set(tried))
 
 
+@pytest.mark.parametrize(("rows", "wide"), [(64, False), (192, False), (224, True), (256, True), (384, False)])
+def test_hopper_s_kernel_replaces_cublas_where_its_tiles_are_filled(rows, wide):
+    """Rejected itself, it gives way to a tile of the plain kernel."""
+    shape = LinearShape(4096, 14336)
+    configs = KernelConfigs([Table("", (9, 0), [Entry.of(shape, rows, Library(), 1.0)])], card=H200)
+    configs.reject(shape, rows)
+    assert configs(shape, rows) == (Wide(64, 128, 6) if wide else tile_rule(shape, rows))
+    configs.reject(shape, rows)
+    assert configs(shape, rows) == tile_rule(shape, rows)
+    elsewhere = KernelConfigs([Table("", (8, 0), [Entry.of(shape, rows, Library(), 1.0)])], card=CARDS[8, 0])
+    elsewhere.reject(shape, rows)
+    assert isinstance(elsewhere(shape, rows), Tile)
+
+
 def test_codes_that_are_rejected_are_served_by_the_reference():
     configs = KernelConfigs()
     for shape in (INT4, FP8):

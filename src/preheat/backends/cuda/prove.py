@@ -115,20 +115,23 @@ def prove(
 ) -> dict[tuple[LinearShape, int], bool]:
     """Return whether all kernels of ``configs`` for ``shapes`` at ``rows`` have the contract's bits.
 
-    Reject each kernel without them.
+    Reject each kernel without them. A kernel that takes its place is proven, too, unless it is a tile of the plain one.
     """
     proven: dict[tuple[LinearShape, int], bool] = {}
     for shape in dict.fromkeys(shapes):
-        chosen = [(size, choice) for size in rows for choice in configs.used(shape, size, adapted=adapted)]
-        wrong = differing(shape, chosen)
         proven |= {(shape, size): True for size in rows}
-        for size, choice in chosen:
-            if (size, choice) in wrong:
-                proven[shape, size] = False
-                configs.reject(shape, size)
-                logger.info(
-                    "%s gives other bits than the reference for %d rows of %s: it is not used", choice, size, shape
-                )
+        left = list(rows)
+        while left:
+            chosen = [(size, choice) for size in left for choice in configs.used(shape, size, adapted=adapted)]
+            wrong = differing(shape, chosen)
+            for size, choice in chosen:
+                if (size, choice) in wrong:
+                    proven[shape, size] = False
+                    configs.reject(shape, size)
+                    logger.info(
+                        "%s gives other bits than the reference for %d rows of %s: it is not used", choice, size, shape
+                    )
+            left = [size for size in dict.fromkeys(size for size, _ in wrong) if configs(shape, size).kind == "wide"]
     return proven
 
 

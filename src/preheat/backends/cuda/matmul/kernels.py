@@ -43,6 +43,7 @@ from preheat.backends.cuda.matmul.rules import (
     codes_rule,
     experts_rule,
     heads_rule,
+    narrow_wide,
     rounds,
     small_m_rule,
     split_rule,
@@ -66,7 +67,7 @@ write the outputs and read them again takes longer.
 NARROW = [(16, 256), (16, 512), (32, 128), (32, 256), (32, 512), (64, 64), (64, 128), (64, 256), (128, 64), (128, 128)]
 MIDDLE = [(64, 64), (64, 128), (128, 64), (128, 128)]
 BROAD = [(64, 64), (128, 64), (256, 64)]
-WIDE = [Wide(256, 128, 4), Wide(128, 256, 4), Wide(128, 128, 6)]
+WIDE = [Wide(256, 128, 4), Wide(128, 256, 4), Wide(128, 128, 6), Wide(64, 128, 6)]
 WIDE_FP8 = [Wide(256, 128, 4), Wide(128, 128, 6)]
 
 
@@ -310,12 +311,13 @@ class KernelConfigs:
         return list(dict.fromkeys(found))
 
     def reject(self, shape: LinearShape, rows: int) -> None:
-        """Serve ``rows`` rows by the reference, or by a tile of the plain kernel, from now on."""
+        """Serve ``rows`` rows by the reference, or by a kernel of plain weights besides cuBLAS, from now on."""
         if shape.scheme is not None:
             self._made[shape, rows] = reference(shape)
-        else:
-            tile = split_tile(shape, rows) if shape.splits else tile_rule(shape, rows)
-            self._made[shape, rows] = fitted(tile, shape, self._card)
+            return
+        of_library = self(shape, rows).kind == "library" and self._card.is_hopper
+        tile = split_tile(shape, rows) if shape.splits else tile_rule(shape, rows)
+        self._made[shape, rows] = (of_library and narrow_wide(shape, rows)) or fitted(tile, shape, self._card)
 
     def reject_experts(self, shape: ExpertsShape, tokens: int) -> None:
         """Serve ``tokens`` tokens of experts by the reference from now on."""
