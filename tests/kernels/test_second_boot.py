@@ -9,7 +9,7 @@ from preheat.warmup.run import REPEATED
 from tests.kernels.backend import InterpretedCuda, boot_on
 from tests.kernels.test_device_engine import OPTIONS, answers, model, tokens_of  # noqa: F401 - a fixture
 
-WARM = OPTIONS | {"skip_warmup": False, "on_cold": "raise"}
+WARM = OPTIONS | {"skip_warmup": False, "on_cold": "raise", "max_num_seqs": 3}
 
 
 def sampler_entries(engine: LLM) -> list[ItemRecord]:
@@ -38,5 +38,5 @@ def test_a_second_boot_repeats_no_sampling_program(model, tmp_path, monkeypatch)
     found = {(entry.outcome, entry.reason) for entry in sampler_entries(second)}
     assert found == {("reused", ""), ("reused", REPEATED)}
     repeated = [entry for entry in sampler_entries(second) if entry.reason]
-    assert {entry.shape["rows"] for entry in repeated} == {2}
+    assert {entry.shape["rows"] for entry in repeated} == {2}  # neither the fewest nor the most
     assert tokens_of(answers(second)) == tokens_of(answers(first))

@@ -86,11 +86,12 @@ class SamplerItem(Item):
 
         Settings with a changed batch come before settings with an unchanged one. A sampler on the host runs the same
         code for any number of rows. It gets all settings for one row. Other sizes only size arrays and get one setting
-        of each level. Elsewhere a size and a level are one program: for the fewest rows all settings are no repetition,
-        for other sizes one setting of each level.
+        of each level. Elsewhere a size and a level are one program. There all settings for the fewest and the most rows
+        are no repetition: operations of torch may differ by size. Of other sizes it is one setting of each level.
         """
         sizes = () if plan.options.pools else plan.sampler_sizes
-        fewest = min((rows for rows in sizes if rows), default=0)
+        some = [rows for rows in sizes if rows]
+        whole = {min(some), max(some)} if some else set[int]()
         for rows in sizes:
             if plan.options.host_sampler and rows != 1:
                 yield from (cls(rows, setting, batch_changed=True) for setting in LEVEL_SETTINGS.values())
@@ -98,7 +99,7 @@ class SamplerItem(Item):
             for settings, changed in product((GAUDI_SETTINGS, BRANCH_SETTINGS), (True, False)):
                 for setting in settings:
                     first = changed and setting in LEVEL_SETTINGS.values()
-                    yield cls(rows, setting, changed, repeats=rows != fewest and not first)
+                    yield cls(rows, setting, changed, repeats=rows not in whole and not first)
 
     @classmethod
     def run_kind(cls, items: Sequence[Self], run_one: Callable[[Item], None], warm: ItemRunner) -> int:
