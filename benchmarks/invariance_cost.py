@@ -18,6 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.compared import Figures, best, in_turns, percent_slower
 from benchmarks.common.process import environment
 from benchmarks.common.report import parser, read_parts, save
 from benchmarks.common.shapes import SHAPES
@@ -31,11 +32,10 @@ def main(words: Sequence[str]) -> None:
     flags.add_argument("--turns", type=int, default=2, help="of each engine")
     flags.add_argument("--tiny", action="store_true", help="a smoke test, whose figures mean nothing")
     own = flags.parse_args(words)
-    modes = ["--no-batch-invariant", "--batch-invariant"]
+    modes = "--no-batch-invariant", "--batch-invariant"
     runs: dict[str, list[dict[str, float]]] = {mode: [] for mode in modes}
-    for turn in range(own.turns):
-        for flag in modes if turn % 2 == 0 else reversed(modes):
-            runs[flag].append(measure(own, flag))
+    for flag in in_turns(*modes, own.turns):
+        runs[flag].append(measure(own, flag))
     varying, invariant = map(best, runs.values())
     rows = beside(invariant, varying)
     for row in rows:
@@ -58,24 +58,11 @@ def measure(own: argparse.Namespace, *flags: str) -> dict[str, float]:
         return flat(read_parts(Path(folder) / f"{own.shape}.json"))
 
 
-def best(runs: list[dict[str, float]]) -> dict[str, float]:
-    """Return the best value of each figure that all of the ``runs`` have."""
-    shared = [what for what in runs[0] if all(what in run for run in runs)]
-    return {what: (max if is_rate(what) else min)(run[what] for run in runs) for what in shared}
-
-
-def is_rate(what: str) -> bool:
-    """Return whether more is better."""
-    return "tokens/s" in what
-
-
-def beside(invariant: dict[str, float], varying: dict[str, float]) -> list[dict[str, Any]]:
+def beside(invariant: Figures, varying: Figures) -> list[dict[str, Any]]:
     """Return the figures of both engines, and by how many percent invariance takes longer."""
-    rows = []
-    for what, ours in invariant.items():
-        if theirs := varying.get(what):
-            slower = theirs / ours if is_rate(what) else ours / theirs
-            rows.append(
-                {"what": what, "invariant": ours, "varying": theirs, "cost_percent": round(100 * (slower - 1), 1)}
-            )
-    return rows
+    cost = percent_slower(varying, invariant)
+    return [
+        {"what": what, "invariant": ours, "varying": varying[what], "cost_percent": round(cost[what], 1)}
+        for what, ours in invariant.items()
+        if what in cost
+    ]

@@ -25,6 +25,7 @@ from io import BytesIO
 from pathlib import Path
 from typing import Any
 
+from benchmarks.common.compared import Figures, best, in_turns, percent_slower
 from benchmarks.common.machine import ROOT
 from benchmarks.common.report import RESULTS, parser, save
 
@@ -33,8 +34,6 @@ NEEDED = ("src", "benchmarks")
 
 NO_FIGURES = ("arithmetic", "options", "machine", "started", "bytes")
 """Keys of reports that hold no measurements."""
-
-Figures = dict[str, float]
 
 
 def figures_in(report: Any, name: str = "") -> Iterator[tuple[str, float]]:
@@ -52,27 +51,6 @@ def figures_in(report: Any, name: str = "") -> Iterator[tuple[str, float]]:
                 yield from figures_in(entry, f"{name} {entry['name']}")
     elif isinstance(report, int | float) and not isinstance(report, bool):
         yield name, float(report)
-
-
-def higher_is_better(name: str) -> bool:
-    """Return whether the figure ``name`` is a rate."""
-    return "tok_s" in name
-
-
-def best(turns: Sequence[Figures]) -> Figures:
-    """Return the best of the turns of one commit, for figures that all of them have."""
-    names = [name for name in turns[0] if all(name in turn for turn in turns)]
-    return {name: (max if higher_is_better(name) else min)(turn[name] for turn in turns) for name in names}
-
-
-def slower(old: Figures, new: Figures) -> dict[str, float]:
-    """Return by how many percent ``new`` is slower than ``old``, below 0 where it is faster."""
-    shares = {
-        name: old[name] / new[name] if higher_is_better(name) else new[name] / old[name]
-        for name in old
-        if new.get(name) and old[name]
-    }
-    return {name: round(100 * (share - 1), 2) for name, share in shares.items()}
 
 
 def run(tree: Path, words: Sequence[str]) -> Figures:
@@ -117,11 +95,10 @@ def main(words: Sequence[str]) -> None:
     name = args.commit if args.tree else git("rev-parse", "--short", args.commit).decode().strip()
     with tree_of(name, args.tree) as old:
         trees = {"old": old, "new": ROOT}
-        for turn in range(args.turns):
-            for which in ("old", "new") if turn % 2 == 0 else ("new", "old"):
-                taken[which].append(run(trees[which], args.words))
+        for which in in_turns("old", "new", args.turns):
+            taken[which].append(run(trees[which], args.words))
     figures = {which: best(turns) for which, turns in taken.items()}
-    change = slower(figures["old"], figures["new"])
+    change = percent_slower(figures["old"], figures["new"])
     for each, percent in change.items():
         print(f"{figures['old'][each]:12.3f} {figures['new'][each]:12.3f} {percent:+7.2f} %  {each}")
     found = {"old_commit": name, "command": args.words, "turns": args.turns}

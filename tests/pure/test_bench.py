@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks import invariance_cost, turns
-from benchmarks.common import arithmetic, table
+from benchmarks.common import arithmetic, compared, table
 from benchmarks.common.client import Client, Served, quantile, summary
 from benchmarks.common.families import scaled_down
 from benchmarks.common.machine import ROOT
@@ -232,9 +232,9 @@ def test_turns_compare_times_and_rates():
     found = [dict(turns.figures_in(each)) for each in (first, again)]
     assert found[0] == {"itl_ms 1": 4.0, "itl_ms 8": 5.0, "prefill_tok_s": 100.0}
     assert found[1]["steps warm-up seconds"] == 2.0
-    old = turns.best(found)
+    old = compared.best(found)
     assert old == {"itl_ms 1": 3.0, "itl_ms 8": 5.0, "prefill_tok_s": 120.0}
-    assert turns.slower(old, {"itl_ms 1": 3.3, "itl_ms 8": 5.0, "prefill_tok_s": 100.0, "ttft_ms": 1.0}) == {
+    assert compared.percent_slower(old, {"itl_ms 1": 3.3, "itl_ms 8": 5.0, "prefill_tok_s": 100.0, "ttft_ms": 1.0}) == {
         "itl_ms 1": 10.0, "itl_ms 8": 0.0, "prefill_tok_s": 20.0
     }  # fmt: skip
 

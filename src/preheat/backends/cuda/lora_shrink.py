@@ -65,7 +65,7 @@ class ShrinkSizes:
     @property
     def width(self) -> int:
         """Inputs of a split of a K split."""
-        return min(PART, max(int(next_power_of_2(self.split_inputs)), TILE))
+        return min(PART, max(next_power_of_2(self.split_inputs), TILE))
 
     @property
     def splits(self) -> int:

@@ -118,15 +118,15 @@ def verify_rows(heads: int, kv_heads: int, width: int, dim: int, dtype: torch.dt
 
     The number covers all tokens of a row, up to the limit set by registers.
     """
-    group_rows: int = next_power_of_2(heads // kv_heads)
+    group_rows = next_power_of_2(heads // kv_heads)
     most = 16 if dtype == torch.float32 or dim > 256 else 64 if dim <= 128 else 32
-    wanted: int = next_power_of_2(width * group_rows)
+    wanted = next_power_of_2(width * group_rows)
     return max(min(wanted, most), 16, group_rows)
 
 
 def verify_queries(heads: int, kv_heads: int, width: int, dim: int, dtype: torch.dtype) -> int:
     """Return the tokens of a :func:`decode_attention` tile for rows of ``width`` tokens."""
-    group_rows: int = next_power_of_2(heads // kv_heads)
+    group_rows = next_power_of_2(heads // kv_heads)
     queries: int = verify_rows(heads, kv_heads, width, dim, dtype) // group_rows
     return queries
 
@@ -393,7 +393,7 @@ def _walk(
 
 def query_tile(heads: int, kv_heads: int, config: AttentionConfig) -> int:
     """Return the tokens of a tile for :func:`prefill_attention`."""
-    group_rows: int = next_power_of_2(heads // kv_heads)
+    group_rows = next_power_of_2(heads // kv_heads)
     return max(1, config.rows // group_rows)
 
 

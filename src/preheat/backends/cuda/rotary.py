@@ -28,7 +28,7 @@ HEADS_PER_PROGRAM = 8
 
 def heads_of_program(dim: int) -> int:
     """Return the heads of a program: two warps hold so many halves of wide heads at once. Changes no bits."""
-    half: int = next_power_of_2(dim // 2)
+    half = next_power_of_2(dim // 2)
     return max(1, min(HEADS_PER_PROGRAM, 512 // half))
 
 

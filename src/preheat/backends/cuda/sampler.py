@@ -24,6 +24,7 @@ from preheat.backends.cuda.sample_edit import PART, edit, penalise, recount
 from preheat.backends.cuda.sample_gumbel import LAPPED, enter
 from preheat.backends.cuda.sample_logprobs import report, report_told, tally
 from preheat.backends.cuda.sampler_layout import SamplerLayout
+from preheat.backends.cuda.sizes import next_power_of_2
 from preheat.core import MAX_LOGPROB_IDS, Level, TokenLogprobs, unmarked
 from preheat.ops.logprobs import prompt_entries
 from preheat.ops.sampling import Penalties, SamplingInput, words_of
@@ -199,10 +200,10 @@ class CudaSampler:
         self._chunks = chunks = -(-vocab_size // cut.chunk)
         groups = chunks * (cut.chunk // cut.group)
         self._cut = {"VOCAB": vocab_size, "CHUNK": cut.chunk}
-        self._chunked = self._cut | {"CHUNKS": _power_of_two(chunks)}
-        self._grouped = self._chunked | {"GROUP": cut.group, "GROUPS": _power_of_two(groups)}
-        self._tops = torch.full((max_rows, _power_of_two(groups)), -torch.inf, device=device)
-        self._groups, self._listed = zeros(max_rows, _power_of_two(groups)), zeros(max_rows, cut.chunk)
+        self._chunked = self._cut | {"CHUNKS": next_power_of_2(chunks)}
+        self._grouped = self._chunked | {"GROUP": cut.group, "GROUPS": next_power_of_2(groups)}
+        self._tops = torch.full((max_rows, next_power_of_2(groups)), -torch.inf, device=device)
+        self._groups, self._listed = zeros(max_rows, next_power_of_2(groups)), zeros(max_rows, cut.chunk)
         self._kinds = zeros(max_rows, chunks)
         self._nearest, self._befores = zeros(max_rows, chunks, LAPPED.value), zeros(max_rows, chunks)
         self._leads, self._masses, self._aheads = (zeros(max_rows, chunks, dtype=torch.int64) for _ in range(3))
@@ -394,8 +395,3 @@ def read_report(
         TokenLogprobs(token, own, rank, tuple(each for each in zip(top[:n], likely[:n], strict=True) if each[0] >= 0))
         for token, (rank, *top), (own, *likely), n in rows
     ]
-
-
-def _power_of_two(n: int) -> int:
-    """Return the least power of two that is not below ``n``."""
-    return 1 << (n - 1).bit_length()

@@ -4,7 +4,7 @@ No kernel writes weights, so a program may ask for them before it waits for the 
 nothing is read. Only programs of few rows ask: the time of others is not the time of the first bytes.
 
 Plain experts do not ask. Most of their programs begin after the kernel before has ended, and their weights would pass
-the cache twice: from 1 to 64 rows, a step of Qwen3-30B-A3B or GLM-4.7-Flash on an H200 would take 1 to 3 % longer.
+the cache twice: measured on an H200, steps of Qwen3-30B-A3B and GLM-4.7-Flash would take longer.
 """
 
 from __future__ import annotations

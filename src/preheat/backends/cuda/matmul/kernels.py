@@ -53,6 +53,7 @@ from preheat.backends.cuda.matmul.rules import (
     wide_split,
 )
 from preheat.backends.cuda.matmul.tables import Table, tables_for
+from preheat.backends.cuda.sizes import next_power_of_2
 
 OWN_ROWS = 64
 """Up to so many rows, layers with adapters use our kernels even if cuBLAS is a little faster: rows shrink beside our
@@ -83,10 +84,6 @@ class Kernel(NamedTuple):
     guess: Callable[[LinearShape, int], KernelConfig | None]
     candidates: Callable[[LinearShape, int], Iterable[KernelConfig]]
     hopper: bool = False
-
-
-def _nothing(shape: LinearShape, rows: int) -> None:
-    """Guess nothing: the kernel only serves measured layers."""
 
 
 def _none(shape: LinearShape, rows: int) -> tuple[KernelConfig, ...]:
@@ -128,7 +125,7 @@ def _on_codes(shape: LinearShape, rows: int) -> Iterator[Tile]:
     """Yield tiles of codes. Tiles that multiply in float8 have at least 64 outputs and four warps."""
     if shape.scheme is None or shape.shuffled:
         return
-    height = min(max(16, _power(rows)), 256)
+    height = min(max(16, next_power_of_2(rows)), 256)
     widths = (64, 128) if shape.scheme.activations or rows > 64 else (16, 32, 64, 128)
     depths = (128, 256, 512) if rows <= 32 else (128, 256) if rows <= 64 else (128,)
     if shape.scheme.activations is None:  # deeper ones take the compiler half a minute
@@ -155,7 +152,7 @@ def _streamed(shape: LinearShape, rows: int) -> Iterator[Tile]:
     if shape.shuffled:
         yield small_m_rule(shape, rows)
         return
-    for height in sorted({max(8, min(_power(rows), most)) for most in (32, 64)}):
+    for height in sorted({max(8, min(next_power_of_2(rows), most)) for most in (32, 64)}):
         for stages in (2, 3, 4, 6, 8, 12, 16):
             tile = small_m_tile(shape, height, stages)
             if small_m_bytes(shape, tile) < SHARED_BYTES:
@@ -165,14 +162,10 @@ def _streamed(shape: LinearShape, rows: int) -> Iterator[Tile]:
 def _sizes(rows: int) -> tuple[Sequence[int], Sequence[tuple[int, int]], Sequence[int]]:
     """Rows of a tile; its outputs and inputs; stages."""
     if rows <= 64:
-        return [max(16, _power(rows))], NARROW if rows <= 16 else MIDDLE, (3, 4, 6, 8)
+        return [max(16, next_power_of_2(rows))], NARROW if rows <= 16 else MIDDLE, (3, 4, 6, 8)
     if rows <= 384:
         return [height for height in (64, 128, 256) if height < 2 * rows], BROAD, (3, 4)
     return [128, 256], BROAD[1:], (3, 4)
-
-
-def _power(rows: int) -> int:
-    return 1 << (rows - 1).bit_length()
 
 
 def _warps(outputs: int, height: int, gated: bool) -> tuple[int, ...]:
@@ -209,7 +202,7 @@ KERNELS = (
     Kernel(
         "cuBLAS", lambda shape: shape.scheme is None, _library, lambda shape, rows: (Library(), Library(split=True))
     ),
-    Kernel("many rows", fits_wide, _nothing, lambda shape, rows: WIDE if rows >= 128 else (), hopper=True),
+    Kernel("many rows", fits_wide, narrow_wide, lambda shape, rows: WIDE if rows >= 128 else (), hopper=True),
     Kernel("tiles", lambda shape: shape.scheme is None, tile_rule, _tiles),
 )  # fmt: skip
 """The rule asks kernels in this order."""
@@ -311,13 +304,14 @@ class KernelConfigs:
         return list(dict.fromkeys(found))
 
     def reject(self, shape: LinearShape, rows: int) -> None:
-        """Serve ``rows`` rows by the reference, or by a kernel of plain weights besides cuBLAS, from now on."""
+        """Serve ``rows`` rows by the reference, or of plain weights by the best guess besides cuBLAS, from now on."""
         if shape.scheme is not None:
             self._made[shape, rows] = reference(shape)
             return
-        of_library = self(shape, rows).kind == "library" and self._card.is_hopper
-        tile = split_tile(shape, rows) if shape.splits else tile_rule(shape, rows)
-        self._made[shape, rows] = (of_library and narrow_wide(shape, rows)) or fitted(tile, shape, self._card)
+        guesses = [split_tile] if shape.splits else [kernel.guess for kernel in serving(shape, self._card)]
+        ours = [each for guess in guesses if (each := guess(shape, rows)) is not None and each.kind != "library"]
+        left = (each for each in ours if each != self(shape, rows))
+        self._made[shape, rows] = fitted(next(left, ours[-1]), shape, self._card)
 
     def reject_experts(self, shape: ExpertsShape, tokens: int) -> None:
         """Serve ``tokens`` tokens of experts by the reference from now on."""

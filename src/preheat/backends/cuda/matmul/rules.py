@@ -27,6 +27,7 @@ from preheat.backends.cuda.matmul.config import (
     without_unaligned_copies,
 )
 from preheat.backends.cuda.matmul.fit import fitted_experts
+from preheat.backends.cuda.sizes import next_power_of_2
 
 FEW_ROWS = 33
 """Few rows for cuBLAS that may not cut the inputs into parts. Below this bound tiles were faster for each of fourteen
@@ -57,7 +58,7 @@ def small_m_rule(shape: LinearShape, rows: int) -> Tile:
 
     A tile has at least four stages, if four fit.
     """
-    height = max(8, min(1 << (rows - 1).bit_length(), 64))
+    height = max(8, min(next_power_of_2(rows), 64))
     programs = -(-shape.outputs // 64) * -(-rows // height)
     size = small_m_bytes(shape, small_m_tile(shape, height, 1))
     room = SHARED_BYTES // min(4, -(-programs // PROCESSORS))
@@ -78,14 +79,14 @@ def wide_guesses(shape: LinearShape, rows: int) -> list[Wide]:
 def narrow_wide(shape: LinearShape, rows: int) -> Wide | None:
     """Guess tiles of 64 outputs for a few hundred rows, where most processors of a Hopper GPU get one filled tile.
 
-    They serve where cuBLAS has other bits. Measured with two layers of an 8B model on an H200: 256 rows of 14,336
-    inputs take 54.0 us, with a tile of the Triton kernel 62.7. A last tile of 64 rows or fewer takes as long as a
-    whole one.
+    They serve where cuBLAS has other bits: on an H200, two layers of an 8B model take less time with them than with
+    tiles of the Triton kernel. A last tile of 64 rows or fewer takes as long as a whole one.
     """
     tile = Wide(64, 128, 6)
     filled = not 0 < rows % tile.rows <= tile.rows // 2
     one_each = PROCESSORS * 2 // 3 <= wide_tiles(shape, rows, tile) <= PROCESSORS
-    return tile if filled and one_each and fits_wide(shape) and not shape.gated and not shape.splits else None
+    plain = shape.dtype == torch.bfloat16 and not shape.gated and not shape.splits
+    return tile if plain and filled and one_each else None
 
 
 def rounds(shape: LinearShape, rows: int, choice: Wide) -> float:
@@ -107,7 +108,7 @@ def tile_rule(shape: LinearShape, rows: int) -> Tile:
         return tile
     if rows > 64:
         return _many_rows(shape, rows)
-    height = max(16, 1 << (rows - 1).bit_length())
+    height = max(16, next_power_of_2(rows))
     if height == 16:
         return _few_rows(shape)
     bytes_a_stage = (64 * (2 if shape.gated else 1) + height) * 128 * 2
@@ -188,7 +189,7 @@ def codes_rule(shape: LinearShape, rows: int) -> Tile:
     assert shape.scheme is not None
     if -(-shape.columns // 128) * (rows // 128) >= PROCESSORS * 3 // 4 and shape.scheme.activations:
         return Tile(128, 128, 128, 8, 4)
-    height = max(16, min(1 << (rows - 1).bit_length(), 64))
+    height = max(16, min(next_power_of_2(rows), 64))
     few = shape.columns * -(-rows // 64) <= 64 * PROCESSORS
     deep = (512, 256) if few and shape.scheme.activations else (256,) if whole_groups(shape.scheme) else ()
     depth = next((depth for depth in deep if shape.inputs % depth == 0), 128)
@@ -238,7 +239,7 @@ def _codes_split(shape: LinearShape, rows: int) -> Tile:
     if shape.scheme.activations is not None:
         tile = codes_rule(shape, rows)
         return tile if tile.outputs < 128 else Tile(128, 64, 128, 8, 4)
-    height = max(16, min(1 << (rows - 1).bit_length(), 64))
+    height = max(16, min(next_power_of_2(rows), 64))
     room = SHARED_BYTES // codes_bytes(shape, 64, height, 128)
     return Tile(64, height, 128, 4, max(2, min(room, 8 if height < 64 else 4)))
 
