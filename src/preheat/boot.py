@@ -169,7 +169,7 @@ def _fit(given: Given, loaded: Loaded) -> Fitted:
         states=model.spec.has_states,
     )
     fitting = Fitting(
-        settings, backend, model, mode, checks, share.on_a_node, loaded.others_free, share.build,
+        settings, backend, model, mode, checks, share.on_a_node, loaded.others_free, share.build, share.select,
         partial(_known_peak, given, loaded),
     )  # fmt: skip
     fitted = fitting.fit(steps)

@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from preheat.backends.registry import facts_of, wake
+from preheat.backends.registry import facts_of, rest, wake
 from preheat.backends.support import supports
 from preheat.core import POOLS, Died, ToEngine
 from preheat.errors import PreheatError, SettingsError, WireError
@@ -330,9 +330,12 @@ def boot_engine(
         _spec(settings)  # report an invalid config before torch is imported
         trace = open_trace(settings.profiler_enabled)
         wake(settings.device)
-        with trace.span("Importing torch"), pycache.kept(cache_root(settings)), kept_imports():
-            from preheat.boot import boot
-        return boot(settings, transport, before_ready, started=started, trace=trace, backend=backend)
+        try:
+            with trace.span("Importing torch"), pycache.kept(cache_root(settings)), kept_imports():
+                from preheat.boot import boot
+            return boot(settings, transport, before_ready, started=started, trace=trace, backend=backend)
+        finally:
+            rest(settings.device)
 
 
 @contextmanager

@@ -9,9 +9,9 @@ pytest.importorskip("triton")
 import torch
 from triton.runtime.errors import OutOfResources
 
-from preheat.backends.cuda import launch, prove
+from preheat.backends.cuda import compiling, prove
 from preheat.backends.cuda.card import CARDS
-from preheat.backends.cuda.launch import Loading
+from preheat.backends.cuda.compiling import Loading
 from preheat.backends.cuda.matmul.config import Library, LinearShape, Tile, Wide, reference
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.rules import tile_rule
@@ -79,7 +79,7 @@ def test_an_error_of_the_compiler_becomes_one_line(monkeypatch, error):
         raise error
 
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    monkeypatch.setattr(launch, "card_at", lambda: CARDS[8, 6])
+    monkeypatch.setattr(compiling, "card_at", lambda: CARDS[8, 6])
     with pytest.raises(KernelRefused, match=r"does not compile for compute capability 8\.6") as refused:
         Loading._load(build, 0)
     assert "\n" not in refused.value.message and str(error).splitlines()[-1] in refused.value.message

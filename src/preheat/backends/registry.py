@@ -53,6 +53,14 @@ def wake(device: str) -> None:
         wake_gpu()
 
 
+def rest(device: str) -> None:
+    """End the processes that only a boot needs; :func:`wake` and the boot started them."""
+    if device in (AUTO, CUDA.name):
+        from preheat.backends.cuda import early
+
+        early.rest()
+
+
 def pick_backend(device: str, rank: int = 0) -> Backend:
     """Return the backend for ``--device``, on GPU number ``rank``.
 

@@ -11,7 +11,7 @@ import torch
 
 from preheat.backends.base.backend import Backend
 from preheat.backends.base.facts import Mode
-from preheat.backends.base.layers import AnyLayer
+from preheat.backends.base.layers import LayerRows
 from preheat.backends.base.sampling import Sampler
 from preheat.execution.buffers import StepBuffers
 from preheat.execution.encoder import Encoder, Given
@@ -39,6 +39,9 @@ from preheat.settings import Settings
 Build = Callable[..., tuple[Packer, Executor]]
 """A function like :func:`build`."""
 
+Select = Callable[[Backend, LoadedModel, Plan], None]
+"""A function like :func:`select_linear_kernels`."""
+
 
 def linear_rows(plan: Plan) -> tuple[list[int], list[int]]:
     """Return the row counts of a plan's linear layers, and its head's."""
@@ -51,12 +54,17 @@ def select_linear_kernels(backend: Backend, model: LoadedModel, plan: Plan) -> N
 
     They are proved at the plan's sizes. Proofs need memory for the largest layer, so this comes before the cache.
     """
+    backend.select_kernels(layer_rows(model, plan))
+
+
+def layer_rows(model: LoadedModel, plan: Plan) -> list[LayerRows]:
+    """Return the model's linear layers and experts with their numbers of rows in ``plan``."""
     rows, head_rows = linear_rows(plan)
     linears = [(linear, head_rows if path == "head" else rows) for path, linear in model.weights.linears()]
-    backend.select_kernels([*linears, *_vision_linears(model, plan)])
+    return [*linears, *_vision_linears(model, plan)]
 
 
-def _vision_linears(model: LoadedModel, plan: Plan) -> Iterator[tuple[AnyLayer, list[int]]]:
+def _vision_linears(model: LoadedModel, plan: Plan) -> Iterator[LayerRows]:
     """Yield the linear layers of vision tower and projector.
 
     Each comes with its numbers of rows.

@@ -18,6 +18,7 @@ from torch import Tensor
 from preheat.backends.base.adapters import AdapterStep
 from preheat.backends.base.attention import StepInputs
 from preheat.backends.base.backend import Backend
+from preheat.backends.base.layers import LayerRows
 from preheat.backends.base.sampling import Sampler
 from preheat.execution.buffers import StepBuffers
 from preheat.execution.encoder import Encoder
@@ -92,9 +93,9 @@ class ModelPrograms:
         self.features = features
 
     @in_inference_mode
-    def compile(self, programs: Iterable[Program[Any]], threads: int) -> None:
-        """Build the kernels of ``programs``, many at a time."""
-        building = self.backend.compiling(threads)
+    def compile(self, programs: Iterable[Program[Any]], threads: int, layers: Iterable[LayerRows] = ()) -> None:
+        """Build the kernels of ``programs`` and of ``layers``, many at a time."""
+        building = self.backend.compiling(threads, layers)
         if building is None:
             return
         with building:

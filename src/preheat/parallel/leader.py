@@ -15,10 +15,11 @@ from torch import Tensor
 from preheat import __version__
 from preheat.backends.base.backend import Backend
 from preheat.backends.base.collective import Collective
+from preheat.backends.base.layers import LayerRows
 from preheat.backends.cold import Counted
 from preheat.core import Image, StepResult, Swaps, Transfer
 from preheat.errors import PreheatError, RankDied
-from preheat.execution.build import Assembly, build
+from preheat.execution.build import Assembly, build, select_linear_kernels
 from preheat.execution.executor import Executor
 from preheat.execution.features import Features
 from preheat.execution.input_batch import InputBatch, Packer
@@ -143,10 +144,10 @@ class ParallelExecutor(SharedExecutor):
     def write_place(self, place: int, parts: list[bytes]) -> None:
         self.ranks.tell("write_place", place, parts)
 
-    def compile(self, programs: Iterable[Program[Any]], threads: int) -> None:
+    def compile(self, programs: Iterable[Program[Any]], threads: int, layers: Iterable[LayerRows] = ()) -> None:
         known = tuple(programs)
-        with self._together("compile", known, threads):
-            super().compile(known, threads)
+        with self._together("compile", known, threads, bool(layers)):
+            super().compile(known, threads, layers)
 
     def prepare(self, batch: InputBatch) -> None:
         with self._together("prepare", self._writer.message(batch)):
@@ -209,6 +210,12 @@ def build_parallel(  # noqa: PLR0917 - as build, with the ranks before, and what
     built = build(settings, backend, model, plan, slots, how=how, executor=executor)
     ranks.answers()
     return built
+
+
+def select_parallel(ranks: Ranks, backend: Backend, model: LoadedModel, plan: Plan) -> None:
+    """Choose and prove the kernels of linear layers on all ranks at once."""
+    ranks.tell("select_kernels", plan.limits, plan.options, plan.checks)
+    select_linear_kernels(backend, model, plan)
 
 
 class LogitDigest:

@@ -16,7 +16,7 @@ from preheat.backends.base.collective import Collective
 from preheat.backends.base.facts import Facts, Mode
 from preheat.backends.cold import Counted
 from preheat.backends.rendezvous import OneNode
-from preheat.execution.build import Build, build
+from preheat.execution.build import Build, Select, build, select_linear_kernels
 from preheat.execution.contents import Contents
 from preheat.execution.executor import Executor
 from preheat.execution.weight_transfer import Transfers
@@ -27,7 +27,7 @@ from preheat.ops.values import k_splits_of
 from preheat.parallel.adapters import SharedReads
 from preheat.parallel.contents import SharedContents
 from preheat.parallel.groups import Groups, has_groups, world_size
-from preheat.parallel.leader import ParallelExecutor, build_parallel
+from preheat.parallel.leader import ParallelExecutor, build_parallel, select_parallel
 from preheat.parallel.ranks import Children, Launcher, Ranks
 from preheat.parallel.transfers import SharedTransfers
 from preheat.plan.plan import Plan
@@ -42,12 +42,13 @@ class Share:
     """Rank 0's part of a model.
 
     ``collective`` are the ranks that share its layers (None: layers are whole), and ``everyone`` all ranks. ``build``
-    builds an engine on all ``ranks``.
+    builds an engine on all ``ranks``, and ``select`` chooses their linear layers' kernels.
     """
 
     collective: Collective | None
     ranks: Ranks | None
-    build: Build
+    build: Build = build
+    select: Select = select_linear_kernels
     everyone: Collective | None = None
 
     @classmethod
@@ -58,17 +59,17 @@ class Share:
         """
         world = world_size(settings)
         if not has_groups(settings):
-            return cls(None, None, build)
+            return cls(None, None)
         assert backend.sharing is not None, "its facts say that it lacks ranks"
         if world == 1:
-            return cls(backend.sharing.join(OneNode(Path(), 0, 1), lambda: None), None, build)
+            return cls(backend.sharing.join(OneNode(Path(), 0, 1), lambda: None), None)
         ranks = Ranks(settings, mode, cache_root(settings), _launcher(settings, backend))
         groups = Groups.join(settings, backend.sharing, ranks.rendezvous(), ranks.check)
         ranks.on_end(groups.abort)
         ranks.fault = groups.fault
         shares_draws = groups.everyone if backend.facts.asynchronous else None
         made = partial(build_parallel, ranks, shares_draws, groups.pipe)
-        return cls(groups.collective, ranks, made, groups.everyone)
+        return cls(groups.collective, ranks, made, partial(select_parallel, ranks), groups.everyone)
 
     def reading(self, read: ReadPacked) -> ReadPacked:
         """Return ``read`` for all ranks."""

@@ -18,11 +18,11 @@ import numpy as np
 
 from preheat.backends.base.backend import Backend
 from preheat.backends.base.facts import Mode
-from preheat.backends.registry import pick_backend
+from preheat.backends.registry import pick_backend, rest
 from preheat.backends.rendezvous import Rendezvous
 from preheat.core import Image, Swaps, Transfer
 from preheat.errors import PreheatError, WireError
-from preheat.execution.build import Assembly, build, linear_rows, select_linear_kernels
+from preheat.execution.build import Assembly, build, layer_rows, select_linear_kernels
 from preheat.execution.contents import Contents
 from preheat.execution.executor import Executor
 from preheat.execution.features import FeaturesElsewhere
@@ -71,7 +71,6 @@ class Worker:
         self._draws = self._groups.everyone if self._backend.facts.asynchronous else None
         with sleepable_weights(settings, self._backend):
             self._model: LoadedModel = load_model(settings, self._backend, self._groups.collective, self._groups.stage)
-        self._selected_rows: object = None
         self._executor: Executor | None = None
         self._cold: ColdSources | None = None
 
@@ -83,15 +82,9 @@ class Worker:
     def build(
         self, limits: Limits, options: PlanOptions, checks: tuple[str, ...], mode: Mode, num_blocks: int | None
     ) -> bool:
-        """Make an executor, in place of the last one.
-
-        The rank makes its own plan.
-        """
+        """Make an executor, in place of the last one."""
         self._executor = None
-        self._plan: Plan = make_plan(limits, options, checks=checks, on_miss=lambda *_: None)
-        if (rows := linear_rows(self._plan)) != self._selected_rows:
-            self._selected_rows = rows
-            select_linear_kernels(self._backend, self._model, self._plan)
+        self._make_plan(limits, options, checks)
         slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         sampler = SilentSampler(limits.max_num_seqs, self._backend.device)
         _, self._executor = build(
@@ -104,6 +97,15 @@ class Worker:
         assert self._groups.everyone is not None, "there are several ranks"
         self._contents = RankContents(self._groups.everyone, self._backend.device, mine, self._transfers.take)
         return True
+
+    def _make_plan(self, limits: Limits, options: PlanOptions, checks: tuple[str, ...]) -> None:
+        """Make the rank's own plan, equal to the leader's."""
+        self._plan: Plan = make_plan(limits, options, checks=checks, on_miss=lambda *_: None)
+
+    def select_kernels(self, limits: Limits, options: PlanOptions, checks: tuple[str, ...]) -> None:
+        """Choose and prove the kernels of linear layers for a plan."""
+        self._make_plan(limits, options, checks)
+        select_linear_kernels(self._backend, self._model, self._plan)
 
     def compute_features(self) -> None:
         self._run.features = FeaturesElsewhere()
@@ -181,8 +183,9 @@ class Worker:
         view = self._host.view(place)
         view[:] = np.frombuffer(parts[self._rank - 1], np.uint8).reshape(view.shape)
 
-    def compile(self, programs: tuple[Program[Any], ...], threads: int) -> None:
-        self._run.compile(programs, threads)
+    def compile(self, programs: tuple[Program[Any], ...], threads: int, layers: bool) -> None:
+        """Compile ``programs``, and the kernels that all ``layers`` may run or are proven by."""
+        self._run.compile(programs, threads, layer_rows(self._model, self._plan) if layers else ())
 
     def prepare(self, message: StepMessage) -> None:
         self._run.prepare(self._reader.batch(message))
@@ -194,8 +197,9 @@ class Worker:
         return agreed(self._plan, self._backend, self._seen)
 
     def watch(self) -> bool:
-        """Report cold events from now on."""
+        """Report cold events from now on: the boot has ended."""
         self._cold = ColdSources(self._backend)
+        rest(self._settings.device)
         return True
 
     @cached_property

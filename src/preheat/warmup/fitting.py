@@ -14,7 +14,7 @@ from torch import Tensor
 
 from preheat.backends.base.backend import Backend
 from preheat.backends.base.facts import Mode
-from preheat.execution.build import Build, build, linear_rows, select_linear_kernels
+from preheat.execution.build import Build, Select, build, linear_rows, select_linear_kernels
 from preheat.limits import Limits, more_states, resolve_limits
 from preheat.model.loader import LoadedModel
 from preheat.plan import lines
@@ -28,6 +28,7 @@ from preheat.utils.encoders import SPARE
 from preheat.warmup.graphs import divide_memory, log_division
 from preheat.warmup.profile import profile_run
 from preheat.warmup.steps import Steps
+from preheat.warmup.trial import compile_kernels
 
 logger = logging.getLogger(__name__)
 
@@ -55,8 +56,9 @@ class Fitting:
     """The fitting of ``model``, which is loaded already.
 
     ``checks`` names the cross-checks that are possible within limits. ``others_free`` is the free memory of the other
-    ranks in bytes; ``on_a_host`` ranks share a host. ``build`` makes an engine on all ranks. ``known_peak`` returns the
-    bytes that an earlier boot measured for the largest step of a plan, None if there was none.
+    ranks in bytes; ``on_a_host`` ranks share a host. ``build`` makes an engine on all ranks, and ``select`` chooses
+    their linear layers' kernels. ``known_peak`` returns the bytes that an earlier boot measured for the largest step of
+    a plan, None if there was none.
     """
 
     settings: Settings
@@ -67,6 +69,7 @@ class Fitting:
     on_a_host: int = 1
     others_free: Sequence[int] = ()
     build: Build = build
+    select: Select = select_linear_kernels
     known_peak: Callable[[Plan], int | None] = lambda plan: None
 
     def fit(self, steps: Steps) -> Fitted:
@@ -80,7 +83,8 @@ class Fitting:
         free = self._free()
         split, limits = self._divide(free)
         plan, more, first = self._plan(limits, count), {}, list[Tensor]()
-        select_linear_kernels(self.backend, self.model, plan)
+        kernels = self._compile(plan, steps)
+        self.select(self.backend, self.model, plan)
         if self._depends:
             peak = self.known_peak(plan)
             if peak is None:
@@ -89,7 +93,7 @@ class Fitting:
             else:
                 logger.info("%s", lines.known_peak(peak))
             more[PROFILING_RUN] = peak
-            split, limits = self._divide(max(free - peak, 0))
+            split, limits = self._divide(max(free - kernels - peak, 0))
             if limits != plan.limits:
                 plan = self._plan_again(plan, limits, count)
         log_division(self.settings, self.mode, split, limits.num_blocks)
@@ -97,6 +101,15 @@ class Fitting:
         if self._state_bytes:
             memory["states"] = self._state_bytes
         return Fitted(plan, split, memory | more, misses, first[0] if first else None)
+
+    def _compile(self, plan: Plan, steps: Steps) -> int:
+        """Compile the kernels of ``plan``, and return the bytes of the device that they take from now on."""
+        if self.backend.compiling(1) is None:
+            return 0
+        before = self.backend.free_memory()
+        run = partial(compile_kernels, self.settings, self.backend, self.model, plan, self.build)
+        steps.peak("Compiling kernels", partial(self.backend.peak_memory, run))
+        return max(before - self.backend.free_memory(), 0)
 
     def _free(self) -> int:
         """Return the free bytes of the rank with the least, as this rank's share."""
@@ -150,7 +163,7 @@ class Fitting:
     def _plan_again(self, before: Plan, limits: Limits, on_miss: WarnOnce) -> Plan:
         plan = self._plan(limits, on_miss)
         if linear_rows(plan) != linear_rows(before):
-            select_linear_kernels(self.backend, self.model, plan)
+            self.select(self.backend, self.model, plan)
         return plan
 
     def _plan(self, limits: Limits, on_miss: WarnOnce) -> Plan:

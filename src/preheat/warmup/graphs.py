@@ -172,7 +172,7 @@ class DeviceGraphs(NoGraphs):
         self._running: list[LaunchedStep] = []
 
     def compile(self, step: Callable[[str], AbstractContextManager[None]]) -> None:
-        with step("Compiling kernels"):
+        with step("Compiling kernels for the cache"):
             plan = self.steps.plan
             programs = (plan.program_of(item.program) for item in plan.items if item.program)
             self._executor.compile(programs, os.cpu_count() or 1)

@@ -1,14 +1,13 @@
 """The profiling run: the largest step, through the real model.
 
 It runs before memory is divided between the cache and graphs. Source: vLLM on Gaudi, which runs a forward pass on dummy
-data for the same purpose. Here the whole engine is built around a cache of two blocks, so that its static buffers are
-measured too, and nothing of it stays.
+data for the same purpose. Here a trial engine runs, so that its static buffers are measured too, and nothing of it
+stays.
 """
 
 from __future__ import annotations
 
 import gc
-import os
 from collections.abc import Callable
 
 from torch import Tensor
@@ -16,20 +15,17 @@ from torch import Tensor
 from preheat.backends.base.backend import Backend
 from preheat.core import Level
 from preheat.errors import SettingsError
-from preheat.execution.build import Assembly, Build, build
+from preheat.execution.build import Build, build
 from preheat.model.loader import LoadedModel
 from preheat.plan.cache_items import SwapItem
 from preheat.plan.plan import Plan
 from preheat.plan.programs import Program
 from preheat.plan.sampler_settings import SAMPLER_SETTINGS
 from preheat.plan.step_items import EncoderItem
-from preheat.schedule.slots import Slots
 from preheat.settings import Settings
 from preheat.warmup.dummy_steps import DummySteps
 from preheat.warmup.run import OUT_OF_MEMORY
-
-CACHE_BLOCKS = 2
-"""A dummy step reads and writes the pad block alone."""
+from preheat.warmup.trial import trial_engine
 
 ALL_AT_ONCE = "everything"
 """The sampler setting with everything that a request can ask for."""
@@ -68,15 +64,11 @@ def _run(  # noqa: PLR0917 - as profile_run
 
 
 def _steps(settings: Settings, backend: Backend, model: LoadedModel, plan: Plan, build: Build) -> Tensor:
-    limits, rows = plan.limits, plan.sampler_sizes[-1]
-    slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size, len(limits.groups))
-    packer, executor = build(settings, backend, model, plan, slots, how=Assembly("eager", num_blocks=CACHE_BLOCKS))
+    packer, executor = trial_engine(settings, backend, model, plan, build)
+    rows = plan.sampler_sizes[-1]
     params = SAMPLER_SETTINGS[ALL_AT_ONCE]
     largest = next((item for item in plan.items if isinstance(item, EncoderItem)), None)  # they come largest first
     adapted = (False,) if executor.adapters is None else (False, True)
-    forwards = [Program("forward", plan.largest, adapted=each) for each in adapted]
-    samplers = [Program("sampler", rows, level, each) for each in adapted for level in Level]
-    executor.compile([*forwards, *samplers, *([largest.program] if largest else [])], os.cpu_count() or 1)
     steps = DummySteps(plan, packer, executor)
     first = steps.logits()
     for each in adapted:

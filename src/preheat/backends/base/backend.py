@@ -16,12 +16,12 @@ from preheat.backends.base.facts import Facts, Mode
 from preheat.backends.base.functions import LayerFunctions, LayerParts
 from preheat.backends.base.layers import (
     ALONE,
-    AnyLayer,
     ExpertsLayer,
     ExpertsWeights,
     HeadLayers,
     Layer,
     LayerContext,
+    LayerRows,
     LayerWeights,
     Norm,
     Region,
@@ -214,13 +214,14 @@ class Backend(Operations, Protocol):
         working memory.
         """
 
-    def compiling(self, threads: int) -> AbstractContextManager[None] | None:
+    def compiling(self, threads: int, layers: Iterable[LayerRows] = ()) -> AbstractContextManager[None] | None:
         """Build kernels launched inside by so many ``threads``, without running them.
 
-        None: there is nothing to build ahead.
+        Kernels that may run or prove ``layers`` are among them; :meth:`select_kernels` replaces a kernel that does not
+        compile, so it is no error here. None: there is nothing to build ahead.
         """
 
-    def select_kernels(self, layers: Iterable[tuple[AnyLayer, Sequence[int]]]) -> None:
+    def select_kernels(self, layers: Iterable[LayerRows]) -> None:
         """Choose and prove the kernels of linear layers and experts at so many rows, before there is a cache."""
 
     def tune(self, request: TuneRequest) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 from preheat.backends.base.adapters import AdapterSlots
@@ -130,6 +130,9 @@ class HeadLayers(HasWeights, Protocol):
 
 AnyLayer = Linear | ExpertsLayer | HeadLayers
 """A layer that multiplies rows by weights."""
+
+LayerRows = tuple[AnyLayer, Sequence[int]]
+"""A layer and the numbers of rows that it gets."""
 
 
 class Embedding(HasWeights, Protocol):

@@ -24,11 +24,11 @@ from preheat.backends.base.facts import Mode
 from preheat.backends.base.functions import LayerFunctions, LayerParts
 from preheat.backends.base.layers import (
     ALONE,
-    AnyLayer,
     ExpertsLayer,
     ExpertsWeights,
     Layer,
     LayerContext,
+    LayerRows,
     LayerWeights,
     Norm,
     Region,
@@ -188,10 +188,10 @@ class CpuBackend:
     def programs(self, body: Callable[[K], R], attention: Attention | None = None) -> Calls[K, R]:
         return Calls(body)
 
-    def compiling(self, threads: int) -> None:
+    def compiling(self, threads: int, layers: Iterable[LayerRows] = ()) -> None:
         """Do nothing: torch's kernels are compiled already."""
 
-    def select_kernels(self, layers: Iterable[tuple[AnyLayer, Sequence[int]]]) -> None:
+    def select_kernels(self, layers: Iterable[LayerRows]) -> None:
         """Do nothing: a linear layer proves a size at its first use.
 
         The first use is before ready.

@@ -7,14 +7,16 @@ A rank takes the visible GPU with its own number. To import this module is to im
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
 from typing import TypeVar, cast
 
 import torch
 from torch import Tensor
+from triton.runtime.cache import triton_key
 
 from preheat.backends.base import layers as base
 from preheat.backends.base.adapters import AdapterOps
@@ -29,6 +31,7 @@ from preheat.backends.cuda.attention import CudaAttention
 from preheat.backends.cuda.card import experience, text
 from preheat.backends.cuda.closing import KINDS, BlockNorm
 from preheat.backends.cuda.cold import COLD_SOURCES
+from preheat.backends.cuda.compiling import compiling
 from preheat.backends.cuda.delta import CudaRecurrences, tape_bytes
 from preheat.backends.cuda.device import card_at, driver_version, fix_arithmetic, obstacle
 from preheat.backends.cuda.digest import digest_rows
@@ -37,8 +40,8 @@ from preheat.backends.cuda.facts import FACTS
 from preheat.backends.cuda.gate import gated
 from preheat.backends.cuda.graph import CudaGraphs, Pool
 from preheat.backends.cuda.lacking import lacking, lacking_terms
-from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.lora import CudaAdapters
+from preheat.backends.cuda.matmul.config import LinearShape
 from preheat.backends.cuda.matmul.heads import HeadsLayer
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.layer import Embedding, Layer
@@ -47,7 +50,7 @@ from preheat.backends.cuda.memory import VirtualMemory
 from preheat.backends.cuda.moe import ExpertsLayer
 from preheat.backends.cuda.moe_shared import add_shared
 from preheat.backends.cuda.norm import CudaNorm
-from preheat.backends.cuda.prove import settle, settle_experts, settle_heads
+from preheat.backends.cuda.prove import launch, launch_experts, settle, settle_experts, settle_heads
 from preheat.backends.cuda.sampler import CudaSampler
 from preheat.backends.cuda.sharing import CudaSharing
 from preheat.backends.cuda.streams import CudaEvent, own_stream
@@ -87,6 +90,7 @@ class CudaBackend:
         self.adapters: AdapterOps | None = CudaAdapters(self.device)
         self._used_before = 0
         self._configs = KernelConfigs()
+        threading.Thread(target=triton_key, name="triton-key", daemon=True).start()  # a part of all kernels' keys
         self._sharing = CudaSharing(self.device)
         self.sharing: Sharing | None = self._sharing
 
@@ -216,17 +220,20 @@ class CudaBackend:
     def programs(self, body: Callable[[K], R], attention: Attention | None = None) -> CudaGraphs[K, R]:
         return CudaGraphs(body, self._pool)
 
-    def compiling(self, threads: int) -> AbstractContextManager[None]:
-        return compiling(threads)
+    @contextmanager
+    def compiling(self, threads: int, layers: Iterable[base.LayerRows] = ()) -> Iterator[None]:
+        given = list(layers)
+        with compiling(threads, ignore_errors=bool(given)):
+            launch(self._configs, *_shapes(given))
+            launch_experts(_of(ExpertsLayer, given))
+            yield
 
-    def select_kernels(self, layers: Iterable[tuple[base.AnyLayer, Sequence[int]]]) -> None:
+    def select_kernels(self, layers: Iterable[base.LayerRows]) -> None:
         """Compile kernels side by side; replace kernels with other bits than the contract's."""
         given = list(layers)
-        linears, experts, heads = _of(Layer, given), _of(ExpertsLayer, given), _of(HeadsLayer, given)
-        adapted = {shape for each, _ in linears if each.adapted for shape in each.shapes}
-        settle(self._configs, [(shape, rows) for each, rows in linears for shape in each.shapes], adapted)
-        settle_experts(experts, invariant=self._configs.invariant)
-        settle_heads(heads, invariant=self._configs.invariant)
+        settle(self._configs, *_shapes(given))
+        settle_experts(_of(ExpertsLayer, given), invariant=self._configs.invariant)
+        settle_heads(_of(HeadsLayer, given), invariant=self._configs.invariant)
 
     def tune(self, request: TuneRequest) -> str:
         return tune_layers(request, self.device)
@@ -310,6 +317,13 @@ class CudaBackend:
         return int(total - free)
 
 
-def _of(kind: type[L], layers: Iterable[tuple[base.AnyLayer, Sequence[int]]]) -> list[tuple[L, Sequence[int]]]:
+def _shapes(layers: Iterable[base.LayerRows]) -> tuple[list[tuple[LinearShape, Sequence[int]]], set[LinearShape]]:
+    """Return the shapes of the linear layers with their numbers of rows, and the shapes with adapters."""
+    linears = _of(Layer, layers)
+    adapted = {shape for each, _ in linears if each.adapted for shape in each.shapes}
+    return [(shape, rows) for each, rows in linears for shape in each.shapes], adapted
+
+
+def _of(kind: type[L], layers: Iterable[base.LayerRows]) -> list[tuple[L, Sequence[int]]]:
     """Return the ``layers`` of a ``kind``, with their numbers of rows."""
     return [(each, rows) for each, rows in layers if isinstance(each, kind)]

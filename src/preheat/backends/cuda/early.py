@@ -10,8 +10,9 @@ import ctypes
 import os
 import threading
 
-DRIVER = "libcuda.so.1"
+from preheat.backends.cuda.builders import CREW
 
+DRIVER = "libcuda.so.1"
 
 NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1", "NVSHMEM_DISABLE_NVLS": "1"}
 """NVLink's switch adds in an unknown order, so ranks never use its multicast."""
@@ -25,7 +26,27 @@ def wake_gpu() -> None:
     """
     os.environ.update(NO_MULTICAST)
     os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
-    threading.Thread(target=build_context, name="wake-gpu", daemon=True).start()
+    threading.Thread(target=_wake, name="wake-gpu", daemon=True).start()
+
+
+def _wake() -> None:
+    if has_driver():
+        CREW.start_if_cold()
+        build_context()
+
+
+def rest() -> None:
+    """End the processes that only a boot needs."""
+    CREW.stop()
+
+
+def has_driver() -> bool:
+    """Return whether the driver's library is there."""
+    try:
+        ctypes.CDLL(DRIVER)
+    except OSError:
+        return False
+    return True
 
 
 def build_context() -> bool:

@@ -9,9 +9,6 @@ nothing may end without a wait, if another program of the launch waits.
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
@@ -20,13 +17,10 @@ import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait, num_warps
 from triton.language.target_info import current_target
-from triton.runtime._async_compile import active_mode
-from triton.runtime.errors import TritonError
 from triton.runtime.jit import constexpr_function
 
 from preheat.backends.cuda.device import card_at
 from preheat.backends.cuda.launchers import load_alone
-from preheat.errors import KernelRefused
 
 load_alone()
 
@@ -120,58 +114,3 @@ def options(*, alone: bool = False, **more: Any) -> dict[str, Any]:
 def processors(device: torch.device) -> int:
     """Return the number of multiprocessors for persistent grids; 1 for Triton's interpreter."""
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-class Loading(ThreadPoolExecutor):
-    """A pool that compiles kernels, builds their launchers and loads them onto the device.
-
-    Otherwise the first launch of a kernel builds its launcher and loads it.
-    """
-
-    def submit(self, build: Callable[[], Any], /) -> Future[Any]:  # type: ignore[override]  # Triton's one use
-        return super().submit(self._load, build, torch.cuda.current_device())
-
-    @staticmethod
-    def _load(build: Callable[[], Any], device: int) -> Any:
-        torch.cuda.set_device(device)  # each thread has its own current device, at first the default
-        try:
-            kernel = build()
-            assert kernel.run is not None
-        except torch.OutOfMemoryError:
-            raise
-        except (TritonError, RuntimeError) as error:
-            raise KernelRefused(_why(error)) from error
-        return kernel
-
-
-def _why(error: Exception) -> str:
-    """Return one line on a kernel that was refused."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    return (
-        f"a kernel does not compile for compute capability {card_at().version}: {type(error).__name__}: "
-        f"{lines[-1] if lines else 'no reason given'}"
-    )
-
-
-@contextmanager
-def compiling(threads: int, *, ignore_errors: bool = False) -> Iterator[None]:
-    """Compile kernels launched inside, or read them from Triton's cache, without running them.
-
-    The pool has ``threads`` threads. All kernels are ready at the end. Unless ``ignore_errors``, raise
-    KernelRefused then if one of them does not compile.
-    """
-    kind = triton.JITFunction
-    run = kind.run
-
-    def compile_alone(self: Any, *args: Any, grid: Any, warmup: bool, **more: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=True, **more)
-
-    try:
-        with Loading(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=ignore_errors):
-            kind.run = compile_alone
-            try:
-                yield
-            finally:
-                kind.run = run
-    finally:
-        active_mode.set(None)  # Triton leaves it set where a kernel did not compile

@@ -18,8 +18,8 @@ from torch import Tensor
 from triton.runtime.errors import TritonError
 
 from preheat.backends.cuda.activation import activate
+from preheat.backends.cuda.compiling import compiling
 from preheat.backends.cuda.device import card_at
-from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.linear_hopper import fits
 from preheat.backends.cuda.matmul.config import ExpertsConfig, ExpertsShape, LinearShape, Tile, Wide
 from preheat.backends.cuda.matmul.fit import fitted

@@ -16,8 +16,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from preheat.backends.cuda.compiling import compiling
 from preheat.backends.cuda.graph import capture
-from preheat.backends.cuda.launch import compiling
 from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.matmul.config import ExpertsShape, KernelConfig, LinearShape, experts_reference, reference
 from preheat.backends.cuda.matmul.heads import HeadsLayer
@@ -47,22 +47,43 @@ def settle(
     is rejected; without invariance none is. The answer says of each layer and number of rows whether all kernels that
     may serve it have the bits.
     """
-    sizes: dict[LinearShape, dict[int, None]] = {}
-    for shape, rows in layers:
-        sizes.setdefault(shape, {}).update(dict.fromkeys(rows))
-    used = [
-        (shape, choice)
-        for shape, numbers in sizes.items()
-        for size in numbers
-        for choice in configs.used(shape, size, adapted=shape in adapted)
-    ]
-    used += [(shape, reference(shape)) for shape in sizes]
-    _compile_or_withdraw(configs, sizes, used, adapted)
+    sizes = _sizes(layers)
+    _compile_or_withdraw(configs, sizes, _used(configs, sizes, adapted), adapted)
     proven: dict[tuple[LinearShape, int], bool] = {}
     if configs.invariant:
         for shape, numbers in sizes.items():
             proven |= prove(configs, [shape], list(numbers), adapted=shape in adapted)
     return proven
+
+
+def launch(
+    configs: KernelConfigs,
+    layers: Iterable[tuple[LinearShape, Sequence[int]]],
+    adapted: Collection[LinearShape] = (),
+) -> None:
+    """Launch the kernels that :func:`settle` compiles, to compile them with others."""
+    _launch(_used(configs, _sizes(layers), adapted))
+
+
+def _sizes(layers: Iterable[tuple[LinearShape, Sequence[int]]]) -> dict[LinearShape, dict[int, None]]:
+    """Return the numbers of rows of each shape, in order."""
+    sizes: dict[LinearShape, dict[int, None]] = {}
+    for shape, rows in layers:
+        sizes.setdefault(shape, {}).update(dict.fromkeys(rows))
+    return sizes
+
+
+def _used(
+    configs: KernelConfigs, sizes: Mapping[LinearShape, Iterable[int]], adapted: Collection[LinearShape]
+) -> list[tuple[LinearShape, KernelConfig]]:
+    """Return the chosen kernels of all shapes, then their references."""
+    chosen = [
+        (shape, choice)
+        for shape, numbers in sizes.items()
+        for size in numbers
+        for choice in configs.used(shape, size, adapted=shape in adapted)
+    ]
+    return chosen + [(shape, reference(shape)) for shape in sizes]
 
 
 def _compile_or_withdraw(
@@ -101,13 +122,18 @@ def _refusal(shape: LinearShape, choice: KernelConfig) -> str | None:
 def compile_kernels(used: Iterable[tuple[LinearShape, KernelConfig]], *, ignore_errors: bool = False) -> None:
     """Compile our kernels among ``used``, side by side, unless they are compiled already."""
     with compiling(os.cpu_count() or 1, ignore_errors=ignore_errors):
-        for shape, choice in dict.fromkeys(used):
-            kernel = choice.multiplies
-            x, weight, bias, y = _operands(shape, 1 if kernel.kind == "library" else kernel.rows)
-            if kernel.kind != "library":
-                _by(choice, shape, x, weight, bias, y)
-            elif choice.kind == "expanded":
-                weight.plain()
+        _launch(used)
+
+
+def _launch(used: Iterable[tuple[LinearShape, KernelConfig]]) -> None:
+    """Launch our kernels among ``used``, each once."""
+    for shape, choice in dict.fromkeys(used):
+        kernel = choice.multiplies
+        x, weight, bias, y = _operands(shape, 1 if kernel.kind == "library" else kernel.rows)
+        if kernel.kind != "library":
+            _by(choice, shape, x, weight, bias, y)
+        elif choice.kind == "expanded":
+            weight.plain()
 
 
 def prove(
@@ -171,32 +197,60 @@ def settle_experts(used: Iterable[tuple[ExpertsLayer, Sequence[int]]], *, invari
     Experts are proven with their own weights, of one kind the last ones; without ``invariant`` nothing is proven. The
     launches of a step with terms are compared, too; terms add nothing where no step is described.
     """
+    for experts, sizes, apart in _kinds_of_experts(used):
+        _settle(_Experts(experts, sizes, apart), SEEDS if invariant else 0)
+
+
+def launch_experts(used: Iterable[tuple[ExpertsLayer, Sequence[int]]]) -> None:
+    """Launch the kernels that :func:`settle_experts` compiles, to compile them with others."""
+    for experts, sizes, apart in _kinds_of_experts(used):
+        each = _Experts(experts, sizes, apart)
+        each.right()
+        for tokens in sizes:
+            each.found(tokens)
+
+
+def _kinds_of_experts(
+    used: Iterable[tuple[ExpertsLayer, Sequence[int]]],
+) -> Iterable[tuple[ExpertsLayer, Sequence[int], bool]]:
+    """Return the last layer of each kind with its numbers of tokens, and whether its sums stay apart."""
     kinds = {}
     for experts, sizes in used:
         for apart in (False,) if experts.slots is None else (True, False):
             kinds[experts.value.down.order.is_split, experts.shape, apart] = experts, sizes, apart
-    for experts, sizes, apart in kinds.values():
-        _settle(experts, sizes, apart, SEEDS if invariant else 0)
+    return kinds.values()
 
 
-def _settle(experts: ExpertsLayer, sizes: Sequence[int], apart: bool, seeds: int) -> None:
-    shape, configs, plain = experts.shape, experts.configs, experts_reference(experts.shape)
-    x, logits = _routed(shape, max(sizes))
-    right = partial(experts.local, plain, apart=apart and experts.value.down.order.is_split)
+class _Experts:
+    """Experts with room for the most of ``sizes`` tokens; ``apart``: the sums of their parts are not added."""
 
-    def found(tokens: int) -> Tensor:
-        return experts.local(configs.experts(shape, tokens), x[:tokens], logits[:tokens], apart=apart)
+    def __init__(self, layer: ExpertsLayer, sizes: Sequence[int], apart: bool) -> None:
+        self.layer, self.sizes, self._apart = layer, sizes, apart
+        self.x, self.logits = _routed(layer.shape, max(sizes))
 
+    def right(self) -> Tensor:
+        """Return the contract's outputs."""
+        plain, apart = experts_reference(self.layer.shape), self._apart and self.layer.value.down.order.is_split
+        return self.layer.local(plain, self.x, self.logits, apart=apart)
+
+    def found(self, tokens: int) -> Tensor:
+        """Return the outputs of the first tokens by the chosen kernels."""
+        config = self.layer.configs.experts(self.layer.shape, tokens)
+        return self.layer.local(config, self.x[:tokens], self.logits[:tokens], apart=self._apart)
+
+
+def _settle(each: _Experts, seeds: int) -> None:
+    shape, configs, sizes = each.layer.shape, each.layer.configs, each.sizes
     with compiling(os.cpu_count() or 1):
-        right(x, logits)
-    for tokens in _refused(sizes, found):
+        each.right()
+    for tokens in _refused(sizes, each.found):
         configs.reject_experts(shape, tokens)
     wrong: set[int] = set()
     for seed in range(seeds):
-        fill(x, logits, seed)
-        logits.normal_()
-        expected = right(x, logits)
-        wrong |= {tokens for tokens in sizes if _bits(found(tokens)).ne(_bits(expected[:tokens])).any()}
+        fill(each.x, each.logits, seed)
+        each.logits.normal_()
+        expected = each.right()
+        wrong |= {tokens for tokens in sizes if _bits(each.found(tokens)).ne(_bits(expected[:tokens])).any()}
     for tokens in sorted(wrong):
         config = configs.experts(shape, tokens)
         logger.info("%s gives other bits than the contract for %d tokens of %s: it is not used", config, tokens, shape)

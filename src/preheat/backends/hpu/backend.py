@@ -21,7 +21,7 @@ from preheat.backends.base.backend import K, R, TuneRequest
 from preheat.backends.base.collective import Sharing
 from preheat.backends.base.device import GraphDriver, HostEvent, StepCounter
 from preheat.backends.base.facts import Mode
-from preheat.backends.base.layers import ALONE, AnyLayer, ExpertsWeights, LayerContext, LayerWeights, Region
+from preheat.backends.base.layers import ALONE, ExpertsWeights, LayerContext, LayerRows, LayerWeights, Region
 from preheat.backends.calls import Calls
 from preheat.backends.cold import Watched
 from preheat.backends.heads import EachHead
@@ -195,10 +195,10 @@ class HpuBackend:
     def _count(self) -> None:
         self._captured += 1
 
-    def compiling(self, threads: int) -> None:
+    def compiling(self, threads: int, layers: Iterable[LayerRows] = ()) -> None:
         """Do nothing: a recipe is compiled when its graph first runs."""
 
-    def select_kernels(self, layers: Iterable[tuple[AnyLayer, Sequence[int]]]) -> None:
+    def select_kernels(self, layers: Iterable[LayerRows]) -> None:
         """Prove at how many rows the device computes linear layers alike.
 
         The last layer also has the head's sizes.

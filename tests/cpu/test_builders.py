@@ -1,0 +1,146 @@
+"""Kernels are compiled by processes beside the boot, into Triton's cache."""
+
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+pytest.importorskip("triton")
+
+import torch
+import triton
+
+from preheat.backends.cuda import builders
+from preheat.backends.cuda.builders import Builders, Crew
+from preheat.backends.cuda.card import CARDS
+from preheat.backends.cuda.compiling import Job, compile_job
+from preheat.backends.cuda.digest import digest_rows
+from tests.waiting import until
+from tools.compiled.launches import launches
+from tools.oracles.card import META, Seen, card, target, watched
+
+HOPPER = (9, 0)
+
+
+def job_of(launch):
+    source = launch.kernel.ASTSource
+    return Job(launch.kernel, source, launch.signature, launch.constants, launch.attrs, launch.options, target(HOPPER))
+
+
+@pytest.fixture(scope="module")
+def job():
+    seen = Seen()
+    with card(HOPPER), watched(seen):
+        digest_rows(torch.empty(2, 64, device=META))
+        return job_of(seen.launches[0])
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    return tmp_path
+
+
+@pytest.fixture
+def pair(folder):
+    made = Builders(2)
+    yield made
+    made.close()
+
+
+def test_every_kernel_is_the_same_program_in_another_process():
+    """The law: a packed job has the source and the options of the launch, so Triton's cache finds it."""
+    with card(HOPPER):
+        jobs = [job_of(each) for each in launches(CARDS[HOPPER]).values()]
+    assert len(jobs) > 300
+    for each in jobs:
+        other = Job(*pickle.loads(each.packed()))
+        assert other.kernel is each.kernel
+        assert other.source_code().hash() == each.source_code().hash()
+        assert other.options.hash() == each.options.hash()
+    other = jobs[0]._replace(signature=jobs[-1].signature)  # control
+    assert other.source_code().hash() != jobs[0].source_code().hash()
+
+
+def test_a_builder_compiles_into_the_cache_and_goes_on_after_a_failure(pair, job, monkeypatch):
+    broken = job._replace(options=job.options.__class__(**job.options.__dict__ | {"num_ctas": 3}))
+    for _ in range(2):  # of each builder
+        pair.build(broken.packed())
+        pair.build(b"no job at all")
+    assert not job.is_cached()
+    pair.build(job.packed())
+    assert job.is_cached()
+    assert hits(job, monkeypatch) == [True]
+
+
+def hits(job, monkeypatch):
+    """Compile ``job`` here, and return whether Triton found it in its cache."""
+    found = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda **told: found.append(told["cache_hit"]))
+    monkeypatch.setattr(triton.runtime.driver, "_active", None)
+    compile_job(job.packed())
+    return found
+
+
+def test_without_a_builder_the_cache_lacks_the_kernel(folder, job, monkeypatch):
+    """Control."""
+    assert hits(job, monkeypatch) == [False]
+
+
+def test_a_killed_builder_leaves_its_work_to_the_others_and_then_to_the_boot(pair, job):
+    pair.build(b"")  # both have begun
+    pair.build(b"")
+    os.killpg(pair._process.pid, signal.SIGKILL)
+    for _ in range(4):
+        pair.build(job.packed())  # returns, and nothing is built
+    assert not job.is_cached()
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
+def test_builders_end_with_their_boot(folder, how):
+    script = (
+        "import time; from preheat.backends.cuda.builders import Builders; made = Builders(3); made.build(b''); "
+        "print(made._process.pid, flush=True); time.sleep(60)"
+    )
+    with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as boot:
+        group = int(boot.stdout.readline())
+        assert has_processes(group)  # control
+        boot.send_signal(how)
+    assert until(lambda: not has_processes(group))
+
+
+def has_processes(group):
+    try:
+        os.killpg(group, 0)
+    except ProcessLookupError:
+        return False
+    return True
+
+
+def test_few_cores_have_no_builders(monkeypatch):
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(builders.FEWEST - 1))
+    assert Crew().start() is None
+
+
+@pytest.mark.parametrize(("file", "interpreted", "starts"), [("", "0", True), ("kernel", "0", False), ("", "1", False)])
+def test_builders_start_before_torch_only_where_nothing_is_compiled(folder, monkeypatch, file, interpreted, starts):
+    if file:
+        (folder / file).touch()
+    monkeypatch.setenv("TRITON_INTERPRET", interpreted)
+    crew, started = Crew(), []
+    monkeypatch.setattr(crew, "start", lambda: started.append(time.monotonic()))
+    crew.start_if_cold()
+    assert bool(started) is starts
+
+
+def test_a_folder_that_is_not_there_is_cold(tmp_path, monkeypatch):
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "none"))
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    crew, started = Crew(), []
+    monkeypatch.setattr(crew, "start", lambda: started.append(True))
+    crew.start_if_cold()
+    assert started
