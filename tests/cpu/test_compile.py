@@ -18,6 +18,7 @@ from preheat.model.families import read_spec
 from preheat.model.files import read_config
 from preheat.model.loader import load_weights
 from preheat.ops.activation import ACTIVATIONS, silu_and_mul
+from preheat.ops.opaque import register_operations
 from preheat.utils.dynamo import compilations, compile_seconds
 from tests.cpu.checkpoints import MODELS, save_checkpoint
 from tests.cpu.test_model_families import logits_of, open_decoder, random_tokens
@@ -84,6 +85,7 @@ def operations(region: Callable[..., Any], *args: Any) -> list[str]:
         seen.extend(str(node.target) for node in graph.graph.nodes if node.op == "call_function")
         return make_boxed_func(graph.forward)
 
+    register_operations()
     with torch.inference_mode():
         torch.compile(region, backend=aot_autograd(fw_compiler=look), fullgraph=True, dynamic=False)(*args)
     return seen

@@ -21,6 +21,7 @@ from torch import Tensor
 from preheat.backends.base.facts import Mode
 from preheat.backends.base.layers import Region
 from preheat.errors import SettingsError
+from preheat.ops.opaque import register_operations
 
 
 class Regional:
@@ -40,6 +41,7 @@ class Regional:
         Dynamo keeps compiled code by code object, tries one program after the other, and gives up beyond a few. With a
         code object for each number of tokens, the right program is found at once, however many there are.
         """
+        register_operations()
         region = self._region
         code: CodeType = region.__code__.replace(co_name=f"{region.__name__}_{tokens}")
         copy = FunctionType(code, region.__globals__, None, region.__defaults__, region.__closure__)
