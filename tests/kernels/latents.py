@@ -8,15 +8,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from preheat.backends.cuda.attention_shape import TOKENS, query_tokens
 from preheat.backends.cuda.attention_values import Latents, Pieces, Places, Rows, Workspace
 from preheat.backends.cuda.latent_attention import (
     DECODE,
     PROMPT,
-    TOKENS,
     VERIFY,
     latent_attention,
     least_work,
-    query_tokens,
 )
 from preheat.backends.cuda.latent_few import FewConfig, few_rows_attention
 from preheat.backends.cuda.latent_rotary import turn_and_write

@@ -177,6 +177,38 @@ def test_an_engine_on_a_cpu_never_imports_triton():
     assert subprocess.run([sys.executable, "-c", f"import triton; {LEAVE}"], check=False).returncode == 1
 
 
+# Modules of kernels that only some models or commands use.
+LATE = {"delta", "delta_kernels", "latent_attention", "linear_hopper_fp8", "linear_hopper_small_m", "moe", "moe_route",
+        "lora_routed", "matmul.mxfp4_hopper", "tune"}  # fmt: skip
+CUDA = """
+import sys, torch, preheat.boot, preheat.backends.cuda.backend
+print(*[name for name in sys.modules if name.startswith("preheat.backends.cuda.")])
+print(hasattr(torch.ops.preheat, "silu_and_mul"))
+"""
+
+
+@pytest.mark.skipif(find_spec("triton") is None, reason="Triton is not installed: it exists for Linux alone")
+def test_the_cuda_backend_loads_the_kernels_of_every_model_alone():
+    done = subprocess.run([sys.executable, "-c", CUDA], capture_output=True, text=True, check=True)
+    modules, operations = done.stdout.splitlines()
+    loaded = {name.removeprefix("preheat.backends.cuda.") for name in modules.split()}
+    assert loaded & LATE == set()
+    assert loaded >= {"paged_attention", "norm", "matmul.layer"}
+    assert operations == "False"  # a compiler alone needs operations of torch
+
+
+def test_late_modules_exist():
+    assert {f"backends.cuda.{name}" for name in LATE} <= {name_of(path) for path in MODULES}
+
+
+def test_a_compiler_finds_the_operations():
+    code = (
+        "import torch, preheat.ops.activation; from preheat.ops.opaque import register_operations as register; "
+        "register(); register(); print(hasattr(torch.ops.preheat, 'silu_and_mul'))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "True\n"
+
+
 @pytest.mark.parametrize("part", ["schedule", "execution", "model", "ops", "backends"])
 def test_warm_up_is_not_a_mode_of_the_runner(part):
     found = {f"{path.name}: {name}" for path in (PACKAGE / part).rglob("*.py") for name in warm_names(path.read_text())}

@@ -6,6 +6,8 @@ layers are called with tensors of torch's device "meta". Each launch and each ne
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import sys
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -134,9 +136,11 @@ def target(capability: Capability) -> GPUTarget:
 @contextmanager
 def card(capability: Capability = CAPABILITY) -> Iterator[None]:
     """Simulate a GPU of ``capability`` on the device "meta" for the whole process."""
-    import preheat.backends.cuda.backend  # noqa: F401 - loads the modules that are patched
+    from preheat.backends import cuda
     from preheat.backends.cuda import device, hopper, launch
 
+    for each in pkgutil.walk_packages(cuda.__path__, f"{cuda.__name__}."):
+        importlib.import_module(each.name)  # all of them are patched
     simulated = CARDS[capability]
     active = SimpleNamespace(
         get_current_device=lambda: simulated.capability[0] * 10 + simulated.capability[1],  # kernels keep a binder each

@@ -11,7 +11,7 @@ splits follows for each kind of layer: its sliding window, and the sizes of its 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 from torch import Tensor
@@ -20,15 +20,15 @@ from preheat.backends.base.attention import Attend, AttentionLayer, AttentionWor
 from preheat.backends.base.backend import Backend
 from preheat.backends.base.device import HOST_COPIES
 from preheat.backends.cuda.attention_shape import Shape
-from preheat.backends.cuda.attention_values import Latents, Pieces, Places, Rows, Scores, Workspace
+from preheat.backends.cuda.attention_values import Pieces, Places, Rows, Scores, Workspace
 from preheat.backends.cuda.block_table import DeviceTable
-from preheat.backends.cuda.latent_attention import DECODE, PROMPT, VERIFY, latent_attention, least_work
-from preheat.backends.cuda.latent_few import FEW, few_rows_attention
-from preheat.backends.cuda.latent_rotary import turn_and_write
 from preheat.backends.cuda.paged_attention import decode_attention, prefill_attention
 from preheat.backends.cuda.rotary import rope_and_write
 from preheat.backends.cuda.work import SPLIT, decode_work, prefill_tiles, query_tiles, steady_steps
 from preheat.limits import Limits
+
+if TYPE_CHECKING:
+    from preheat.backends.cuda.latent_layers import LatentLayers
 
 _NO_WORK = np.empty((0, 2), np.int32)
 _FILLING = 256
@@ -73,7 +73,6 @@ class CudaAttention:
     ) -> None:
         self._layers, self._split, self._max_len = layers, split, limits.max_model_len
         self._scores = [_scores(layer, split) for layer in layers]
-        self._latents_of = [Latents(layer.scale, layer.still, split) for layer in layers]
         self._of_layer = [_Kind(layer.window, Shape.of(layer)) for layer in layers]
         self._kinds = sorted(set(self._of_layer), key=lambda kind: (kind.window or 0, *kind.shape[:3]))
         shapes = {kind.shape for kind in self._kinds}
@@ -91,9 +90,10 @@ class CudaAttention:
         heads, dim = (
             max(sizes) for sizes in zip(*((each.heads, each.rank or each.dim) for each in shapes), strict=True)
         )
-        least = max((least_work(each.heads, backend.device) for each in shapes if each.rank), default=0)
-        few = min(rows, FEW) * self._max_splits * split
-        scores = max((few * each.heads for each in shapes if each.rank), default=0)
+        self._latent, least, scores = None, 0, 0
+        if latent := [each.heads for each in shapes if each.rank]:
+            self._latent = _latent_layers(layers, split)
+            least, scores = self._latent.room(latent, rows, self._max_splits, backend.device)
         self._workspace = Workspace(max(self._room, least), tokens, heads, dim, backend.device, scores=scores)
 
     def _lists(self, kind: _Kind) -> tuple[int, int]:
@@ -189,22 +189,20 @@ class CudaAttention:
 
     def _latents(self, index: int, made: Tensor, step: _Step, out: Tensor) -> None:
         """Run a layer with latent vectors."""
-        layer, latents, (tiles, splits) = self._layers[index], self._latents_of[index], self._lists_of[index]
-        cache, places, query = layer.cache, step.places[layer.group], made[:, : layer.num_heads]
-        assert layer.rope is not None, "a part of each entry turns"
-        turn_and_write(made, layer.rope, *places, cache, layer.still)
-        if len(step.pieces[tiles].work):
-            latent_attention(query, cache, out, places, step.pieces[tiles], self._workspace, latents, mode=PROMPT)
-        if step.rows.width == 1 and 0 < step.rows.most <= FEW:
-            few_rows_attention(query, cache, out, places, step.pieces[splits], self._workspace, latents)
-            return
-        latent_attention(
-            query, cache, out, places, step.pieces[splits], self._workspace, latents, step.rows,
-            mode=VERIFY if step.rows.width > 1 else DECODE,
-        )  # fmt: skip
+        assert self._latent is not None, "the model has latent vectors"
+        places, (tiles, splits) = step.places[self._layers[index].group], self._lists_of[index]
+        work = step.pieces[tiles], step.pieces[splits]
+        self._latent.run(index, made, places, work, step.rows, self._workspace, out)
 
     def clear(self) -> None:
         self.table.clear()
+
+
+def _latent_layers(layers: Sequence[AttentionLayer], split: int) -> LatentLayers:
+    """Import the kernels for latent vectors, which most models lack."""
+    from preheat.backends.cuda.latent_layers import LatentLayers
+
+    return LatentLayers(layers, split)
 
 
 def _scores(layer: AttentionLayer, split: int) -> Scores:

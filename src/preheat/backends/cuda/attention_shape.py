@@ -7,8 +7,15 @@ from typing import NamedTuple
 import torch
 
 from preheat.backends.base.attention import AttentionLayer
-from preheat.backends.cuda.latent_attention import TOKENS, query_tokens
 from preheat.backends.cuda.paged_attention import prefill_config, query_tile, verify_queries
+
+TOKENS = 8
+"""The most tokens of a tile over latent vectors. Eight times the heads of most models fill whole programs."""
+
+
+def query_tokens(width: int) -> int:
+    """Return the tokens of a tile over latent vectors, of rows of up to ``width`` tokens."""
+    return min(width, TOKENS)
 
 
 class Shape(NamedTuple):

@@ -1,7 +1,9 @@
 """The CUDA backend: one NVIDIA GPU of a kind in the table of cards (:mod:`preheat.backends.cuda.card`).
 
 A rank takes the visible GPU with its own number. To import this module is to import Triton, and takes a second:
-:mod:`preheat.backends.cuda.device` tells first whether the backend can run.
+:mod:`preheat.backends.cuda.device` tells first whether the backend can run. Triton reads the source of every kernel at
+import. So methods that boots call import the kernels of experts and of recurrences, and methods that steps call import
+nothing.
 """
 
 from __future__ import annotations
@@ -12,7 +14,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import Tensor
@@ -32,7 +34,6 @@ from preheat.backends.cuda.card import experience, text
 from preheat.backends.cuda.closing import KINDS, BlockNorm
 from preheat.backends.cuda.cold import COLD_SOURCES
 from preheat.backends.cuda.compiling import compiling
-from preheat.backends.cuda.delta import CudaRecurrences, tape_bytes
 from preheat.backends.cuda.device import card_at, driver_version, fix_arithmetic, obstacle
 from preheat.backends.cuda.digest import digest_rows
 from preheat.backends.cuda.embedding import embed, sum_rows, take_rows
@@ -47,14 +48,12 @@ from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.layer import Embedding, Layer
 from preheat.backends.cuda.matmul.tables import tables_for
 from preheat.backends.cuda.memory import VirtualMemory
-from preheat.backends.cuda.moe import ExpertsLayer
 from preheat.backends.cuda.moe_shared import add_shared
 from preheat.backends.cuda.norm import CudaNorm
 from preheat.backends.cuda.prove import launch, launch_experts, settle, settle_experts, settle_heads
 from preheat.backends.cuda.sampler import CudaSampler
 from preheat.backends.cuda.sharing import CudaSharing
 from preheat.backends.cuda.streams import CudaEvent, own_stream
-from preheat.backends.cuda.tune import tune_layers
 from preheat.backends.cuda.upload import Upload
 from preheat.backends.support import supports
 from preheat.errors import SettingsError
@@ -63,6 +62,10 @@ from preheat.ops.delta import Recur, recur_of
 from preheat.ops.kinds import NormKind
 from preheat.ops.values import Experts, Matmul, Ok, Recurrence, Refused, Support, Value, WithoutTerms
 from preheat.settings import Settings
+
+if TYPE_CHECKING:
+    from preheat.backends.cuda.delta import CudaRecurrences
+    from preheat.backends.cuda.moe import ExpertsLayer
 
 logger = logging.getLogger(__name__)
 
@@ -225,17 +228,19 @@ class CudaBackend:
         given = list(layers)
         with compiling(threads, ignore_errors=bool(given)):
             launch(self._configs, *_shapes(given))
-            launch_experts(_of(ExpertsLayer, given))
+            launch_experts(_experts(given))
             yield
 
     def select_kernels(self, layers: Iterable[base.LayerRows]) -> None:
         """Compile kernels side by side; replace kernels with other bits than the contract's."""
         given = list(layers)
         settle(self._configs, *_shapes(given))
-        settle_experts(_of(ExpertsLayer, given), invariant=self._configs.invariant)
+        settle_experts(_experts(given), invariant=self._configs.invariant)
         settle_heads(_of(HeadsLayer, given), invariant=self._configs.invariant)
 
     def tune(self, request: TuneRequest) -> str:
+        from preheat.backends.cuda.tune import tune_layers
+
         return tune_layers(request, self.device)
 
     def attention(self, layers: Sequence[AttentionLayer], limits: Limits, *, contiguous: bool) -> CudaAttention:
@@ -261,6 +266,8 @@ class CudaBackend:
         return Layer(value, weights, self._configs, self.device, context)
 
     def experts(self, value: Experts, weights: ExpertsWeights, context: LayerContext = ALONE) -> base.ExpertsLayer:
+        from preheat.backends.cuda.moe import ExpertsLayer
+
         return ExpertsLayer(value, weights, self._configs, self.device, context)
 
     def heads(self, value: Matmul, weight: Tensor) -> HeadsLayer:
@@ -295,9 +302,13 @@ class CudaBackend:
         return recur_of(value)
 
     def recurrences(self, limits: Limits) -> CudaRecurrences:
+        from preheat.backends.cuda.delta import CudaRecurrences
+
         return CudaRecurrences(limits, self)
 
     def tape_bytes(self, value: Recurrence) -> int:
+        from preheat.backends.cuda.delta import tape_bytes
+
         return tape_bytes(value)
 
     def gated(self, out: Tensor, gates: Tensor) -> Tensor:
@@ -327,3 +338,9 @@ def _shapes(layers: Iterable[base.LayerRows]) -> tuple[list[tuple[LinearShape, S
 def _of(kind: type[L], layers: Iterable[base.LayerRows]) -> list[tuple[L, Sequence[int]]]:
     """Return the ``layers`` of a ``kind``, with their numbers of rows."""
     return [(each, rows) for each, rows in layers if isinstance(each, kind)]
+
+
+def _experts(layers: Iterable[base.LayerRows]) -> list[tuple[ExpertsLayer, Sequence[int]]]:
+    """Return the experts among the ``layers``, known by their values, with their numbers of tokens."""
+    found = [(each, rows) for each, rows in layers if isinstance(getattr(each, "value", None), Experts)]
+    return [(cast("ExpertsLayer", each), rows) for each, rows in found]

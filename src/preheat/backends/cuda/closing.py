@@ -7,7 +7,7 @@ the norms' order: one program a row, with the block and the warps of a norm.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import triton
@@ -16,9 +16,11 @@ from torch import Tensor
 
 from preheat.backends.base.layers import Closing
 from preheat.backends.cuda.launch import begin
-from preheat.backends.cuda.moe_route import Arrangement
 from preheat.backends.cuda.norm import CudaNorm, layout, rms_row
 from preheat.backends.cuda.sizes import next_power_of_2
+
+if TYPE_CHECKING:
+    from preheat.backends.cuda.moe_route import Arrangement
 
 KINDS = ("rms", "rms_once", "rms_plus_one", "identity")
 """Kinds of norms that a program may take several of."""

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from preheat.backends.cuda.attention_shape import TOKENS, query_tokens
 from preheat.backends.cuda.attention_tile import blocks_of, claim, key_offsets, merge, nothing, weigh
 from preheat.backends.cuda.attention_values import ANY_ROWS, LOG2_E, Latents, Pieces, Places, Rows, Workspace
 from preheat.backends.cuda.card import Card
@@ -27,9 +28,6 @@ from preheat.backends.cuda.launch import begin, options, processors
 from preheat.backends.cuda.paged_attention import SPLITS, WHOLE, AttentionConfig, _merge_parts
 from preheat.backends.cuda.sizes import cdiv, next_power_of_2
 
-TOKENS = 8
-"""The most tokens of a tile. Eight times the heads of most models fill whole programs."""
-
 DECODE, VERIFY, PROMPT = 0, 1, 2
 ONE_TOKEN, DRAFTS, RUNS = tl.constexpr(DECODE), tl.constexpr(VERIFY), tl.constexpr(PROMPT)
 
@@ -37,11 +35,6 @@ ONE_TOKEN, DRAFTS, RUNS = tl.constexpr(DECODE), tl.constexpr(VERIFY), tl.constex
 def tile_keys(dtype: torch.dtype) -> int:
     """Return the keys of a tile. Part of the contract."""
     return 16 if dtype == torch.float32 else 32
-
-
-def query_tokens(width: int) -> int:
-    """Return the tokens of a tile of rows of up to ``width`` tokens."""
-    return min(width, TOKENS)
 
 
 WALKING = 64

@@ -9,7 +9,7 @@ rows too. As long as it does not cut the inputs into parts it mostly keeps the c
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from itertools import product
+from functools import cache
 from typing import Any
 
 import torch
@@ -18,8 +18,6 @@ from torch import Tensor
 from preheat.backends.cuda.activation import silu_and_mul
 from preheat.backends.cuda.collective import add_ranks
 from preheat.backends.cuda.linear_hopper import wide
-from preheat.backends.cuda.linear_hopper_fp8 import wide_fp8
-from preheat.backends.cuda.linear_hopper_small_m import small_m_codes, small_m_float8
 from preheat.backends.cuda.lora_expand import Expansion
 from preheat.backends.cuda.matmul.config import KernelConfig, Library
 from preheat.backends.cuda.matmul.gemm import multiply
@@ -42,18 +40,25 @@ def apply(
         return _by_library(choice, plain_rows(x), weight.plain(), weight.splits, bias, gated, out)
     y = weight.room(len(x), len(weight) // 2 if gated else len(weight)) if out is None else out
     more: dict[str, Any] = {} if terms is None else {"adapters": terms}
-    LAUNCHES[choice.kind, choice.bulk, weight.form](choice, weight.rows(x), weight, bias, gated, y, **more)
+    launches(weight.form)[choice.kind, choice.bulk](choice, weight.rows(x), weight, bias, gated, y, **more)
     return y
 
 
-LAUNCHES: Mapping[tuple[str, bool, str], Callable[..., None]] = {
-    **dict.fromkeys(product(["tile"], [False, True], ["plain", "codes", "float8"]), multiply),
-    ("tile", True, "codes"): small_m_codes,
-    ("tile", True, "float8"): small_m_float8,
-    ("wide", False, "plain"): wide,
-    ("wide", False, "float8"): wide_fp8,
-}
-"""The function for a choice: by its kind, whether the copy engine loads its tiles, and the form of the weights."""
+@cache
+def launches(form: str) -> Mapping[tuple[str, bool], Callable[..., None]]:
+    """Return the function for a choice: by its kind, and whether the copy engine loads its tiles.
+
+    The first call for quantized weights imports their kernels for Hopper: kernels are compiled and proven at boot.
+    """
+    tiles = dict.fromkeys([("tile", False), ("tile", True)], multiply)
+    if form == "plain":
+        return {**tiles, ("wide", False): wide}
+    from preheat.backends.cuda.linear_hopper_fp8 import wide_fp8
+    from preheat.backends.cuda.linear_hopper_small_m import small_m_codes, small_m_float8
+
+    if form == "codes":
+        return {**tiles, ("tile", True): small_m_codes}
+    return {**tiles, ("tile", True): small_m_float8, ("wide", False): wide_fp8}
 
 
 def _by_library(

@@ -12,6 +12,7 @@ import logging
 import os
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -23,12 +24,14 @@ from preheat.backends.cuda.matmul.config import ExpertsShape, KernelConfig, Line
 from preheat.backends.cuda.matmul.heads import HeadsLayer
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.weights import DeviceWeight, PlainWeight, Weight
-from preheat.backends.cuda.moe import ExpertsLayer
 from preheat.errors import KernelRefused
 from preheat.ops import fp4
 from preheat.ops.kinds import Code
 from preheat.ops.proof import rows_compared, signed_pairs, spread
 from preheat.ops.quantization import E4M3_MAX, empty_weight
+
+if TYPE_CHECKING:
+    from preheat.backends.cuda.moe import ExpertsLayer
 
 logger = logging.getLogger(__name__)
 
