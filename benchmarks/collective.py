@@ -63,8 +63,6 @@ def microseconds(work: Callable[[], object]) -> float:
 
 def landed(ranks: RankSums, mine: torch.Tensor) -> float | None:
     """Return microseconds of the sum of parts that lie where they are added; None for few rows."""
-    from preheat.backends.cuda.peer_landed import add_landed
-
     rows, size = mine.shape
     out, carrier = mine.bfloat16(), ranks.carrier
     assert carrier is not None, "the ranks exchange through NCCL"
@@ -72,7 +70,7 @@ def landed(ranks: RankSums, mine: torch.Tensor) -> float | None:
 
     def work() -> None:
         for landing in found:
-            add_landed(carrier.landed(out.dtype), landing, None, out)
+            carrier.add(landing, None, out)
 
     return microseconds(work) if found else None
 

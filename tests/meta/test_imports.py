@@ -179,7 +179,8 @@ def test_an_engine_on_a_cpu_never_imports_triton():
 
 # Modules of kernels that only some models or commands use.
 LATE = {"delta", "delta_kernels", "latent_attention", "linear_hopper_fp8", "linear_hopper_small_m", "moe", "moe_route",
-        "lora_routed", "matmul.mxfp4_hopper", "tune"}  # fmt: skip
+        "lora_routed", "matmul.mxfp4_hopper", "peer", "peer_kernels", "peer_norm",
+        "tune"}  # fmt: skip
 CUDA = """
 import sys, torch, preheat.boot, preheat.backends.cuda.backend
 print(*[name for name in sys.modules if name.startswith("preheat.backends.cuda.")])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -16,10 +16,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from preheat.backends.base.layers import FusedInput, Norm
 from preheat.backends.cuda.launch import begin, options
 from preheat.backends.cuda.sizes import cdiv
 from preheat.backends.process_group import join_group
 from preheat.backends.rendezvous import Rendezvous
+from preheat.ops.quantization import QuantizedRows
 
 _BLOCK = 1024
 
@@ -172,6 +174,19 @@ class Carrier(Protocol):
     def landed(self, dtype: torch.dtype) -> Room:
         """Return memory whose sums are added once all copies of this rank have ended; results have ``dtype``."""
 
+    def add(self, landing: Landing, bias: Tensor | None, out: Tensor) -> None:
+        """Write to ``out`` [rows, size] the sums over ranks of the rows of ``landing``, plus ``bias`` [size]."""
+
+    def norm(
+        self, landing: Landing, addend: Tensor | None, norm: Norm, residual: Tensor, to: Tensor | QuantizedRows,
+        how: FusedInput | None,
+    ) -> None:  # fmt: skip
+        """Add the sums of the rows of ``landing`` and ``addend`` to ``residual``; write these rows' norms to ``to``."""
+
+
+SumAndNorm = Callable[[Tensor, Tensor | None, Any, Tensor, Any], Tensor | QuantizedRows]
+"""Function that adds all ranks' sums to the residual, see :func:`preheat.backends.cuda.peer_norm.sum_and_norm`."""
+
 
 class RankSums:
     """A group of one rank, and the base of larger groups.
@@ -194,8 +209,8 @@ class RankSums:
         """Return the sum of all ranks' ``mine``, fp32 [rows, outputs], plus ``bias``: a new tensor in ``dtype``."""
         return add_ranks(self.gather(mine), bias, dtype)
 
-    def joining(self, rows: int, size: int) -> Room | None:
-        """Return memory by which a sum of ``rows`` rows may be added to the residual and normed in one launch."""
+    def joining(self, rows: int, size: int) -> SumAndNorm | None:
+        """Return how a sum of ``rows`` rows is added to the residual and normed in one launch, if it can be."""
         return None
 
     def abort(self) -> None:

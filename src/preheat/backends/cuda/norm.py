@@ -219,3 +219,11 @@ class QuantizedInput:
 
     def beside_plain(self) -> QuantizedInput:
         return replace(self, plain=True)
+
+
+def normed_rows(residual: Tensor, how: QuantizedInput | None) -> Tensor | QuantizedRows:
+    """Return memory for the norms of the rows of ``residual``, in the form that the next layer reads."""
+    if how is None:
+        return torch.empty_like(residual)
+    codes, scales = empty_codes(residual, how.kind)
+    return QuantizedRows(codes, scales, torch.empty_like(residual) if how.plain else None)

@@ -8,18 +8,32 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping
+from functools import partial
 from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from preheat.backends.cuda.collective import PATIENCE_S, Landing, Nccl, RankSums, Room, add_ranks, landings
+from preheat.backends.base.layers import FusedInput, Norm
+from preheat.backends.cuda.collective import (
+    PATIENCE_S,
+    Landing,
+    Nccl,
+    RankSums,
+    Room,
+    SumAndNorm,
+    add_ranks,
+    landings,
+)
 from preheat.backends.cuda.launch import options
+from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
 from preheat.backends.cuda.peer_kernels import BESIDE, EACH, GATHER, GONE, LINE, SHARES, exchange
-from preheat.backends.cuda.peer_landed import add_landed
+from preheat.backends.cuda.peer_landed import add_landed, norm_landed
+from preheat.backends.cuda.peer_norm import sum_and_norm
 from preheat.backends.cuda.sizes import cdiv, next_power_of_2
 from preheat.errors import PreheatError
+from preheat.ops.quantization import QuantizedRows
 
 logger = logging.getLogger(__name__)
 
@@ -132,6 +146,16 @@ class PeerCarrier:
         self._moving.clear()
         return self._rooms[dtype]
 
+    def add(self, landing: Landing, bias: Tensor | None, out: Tensor) -> None:
+        add_landed(self.landed(out.dtype), landing, bias, out)
+
+    def norm(
+        self, landing: Landing, addend: Tensor | None, norm: Norm, residual: Tensor, to: Tensor | QuantizedRows,
+        how: FusedInput | None,
+    ) -> None:  # fmt: skip
+        assert isinstance(norm, CudaNorm) and (how is None or isinstance(how, QuantizedInput))
+        norm_landed(self.landed(residual.dtype), landing, addend, norm, residual, to, how)
+
 
 class Peers(RankSums):
     """Ranks of one host that exchange by writing into each other's memory; ``nccl`` is the same group."""
@@ -154,9 +178,9 @@ class Peers(RankSums):
         run(self._rooms[dtype], mine, bias, out, launch_for(mine.numel(), self.world))
         return out
 
-    def joining(self, rows: int, size: int) -> Room | None:
+    def joining(self, rows: int, size: int) -> SumAndNorm | None:
         fits = next_power_of_2(size) <= STRIDE and rows * size * (self.world - 1) <= EACH_MOST
-        return self._rooms[torch.float32] if fits else None
+        return partial(sum_and_norm, self._rooms[torch.float32]) if fits else None
 
     def gather(self, x: Tensor) -> Tensor:
         found = x.new_empty(self.world, *x.shape)
@@ -287,7 +311,7 @@ def _landed_wrong(peers: Peers, nccl: Nccl, random: torch.Generator) -> list[int
         for landing in carrier.landings(rows, 4096, 128):
             for part, to in carrier.places(landing, 4096):
                 to.copy_(mine[part])
-            add_landed(carrier.landed(found.dtype), landing, None, found)
+            carrier.add(landing, None, found)
         if int(nccl.gather(found.view(torch.int16).ne(right.view(torch.int16)).sum()).sum()):
             wrong.append(mine.numel())
     return wrong

@@ -136,7 +136,7 @@ def norm_landed(
 ) -> None:  # fmt: skip
     """Add the sums of the rows of ``landing`` and ``addend`` to ``residual``; write the norms of these rows to ``to``.
 
-    ``to`` has all rows, in the form of ``how``, see :func:`preheat.backends.cuda.peer_norm.normed_rows`.
+    ``to`` has all rows, in the form of ``how``, see :func:`preheat.backends.cuda.norm.normed_rows`.
     """
     rows, part = residual[landing.first : landing.end], to[landing.first : landing.end]
     out, codes, scales = (part, None, None) if isinstance(part, Tensor) else (part.plain, part.codes, part.scales)

@@ -7,16 +7,14 @@ ranks and finishes the row itself, so every rank has all rows.
 
 from __future__ import annotations
 
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.collective import Room
 from preheat.backends.cuda.launch import begin
-from preheat.backends.cuda.norm import CudaNorm, QuantizedInput, finish_row, layout
+from preheat.backends.cuda.norm import CudaNorm, QuantizedInput, finish_row, layout, normed_rows
 from preheat.backends.cuda.peer_kernels import EACH, biased, raise_flags, root, send, wait
-from preheat.backends.cuda.quantize import empty_codes
 from preheat.ops.quantization import QuantizedRows
 
 
@@ -74,11 +72,3 @@ def sum_and_norm(
         PROGRAMS=room.programs, **layout(size),
     )  # fmt: skip
     return to
-
-
-def normed_rows(residual: Tensor, how: QuantizedInput | None) -> Tensor | QuantizedRows:
-    """Return memory for the norms of the rows of ``residual``, in the form that the next layer reads."""
-    if how is None:
-        return torch.empty_like(residual)
-    codes, scales = empty_codes(residual, how.kind)
-    return QuantizedRows(codes, scales, torch.empty_like(residual) if how.plain else None)

@@ -7,7 +7,6 @@ from collections.abc import Callable
 import torch
 
 from preheat.backends.cuda.collective import Nccl, RankSums
-from preheat.backends.cuda.peer import meet
 from preheat.backends.rendezvous import OneNode, Rendezvous
 from preheat.errors import SettingsError
 
@@ -30,10 +29,16 @@ class CudaSharing:
         if joined is None:
             nccl = Nccl(self._device, rendezvous, check)
             by_memory = isinstance(rendezvous, OneNode) and not self.by_nccl
-            joined = self._joined = meet(nccl, self._device) if by_memory else nccl
+            joined = self._joined = self._meet(nccl) if by_memory else nccl
         if (joined.rank, joined.world) != (rendezvous.rank, rendezvous.world):
             raise SettingsError(
                 "a GPU is in one group of ranks so far: set --pipeline-parallel-size to 2 or 1",
                 param="pipeline_parallel_size",
             )
         return joined
+
+    def _meet(self, nccl: Nccl) -> RankSums:
+        """Import the kernels of peers: a GPU alone has none."""
+        from preheat.backends.cuda.peer import meet
+
+        return meet(nccl, self._device)

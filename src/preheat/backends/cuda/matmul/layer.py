@@ -29,9 +29,7 @@ from preheat.backends.cuda.lora_expand import Expansion, expand
 from preheat.backends.cuda.matmul.config import KernelConfig, LinearShape, rows_at_once, shape_of
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.weights import DeviceWeight, PlainWeight, Weight, can_be_shuffled
-from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
-from preheat.backends.cuda.peer_landed import add_landed, norm_landed
-from preheat.backends.cuda.peer_norm import normed_rows, sum_and_norm
+from preheat.backends.cuda.norm import CudaNorm, QuantizedInput, normed_rows
 from preheat.backends.cuda.quantize import quantize_parts
 from preheat.backends.layer import stored_among
 from preheat.ops.quantization import QuantizedRows, QuantizedWeight, plain_rows
@@ -196,7 +194,7 @@ class Layer:
             return self._ranks.sum(self.partial(x, x.new_empty(size, dtype=torch.float32)), self._bias, x.dtype)
         out = x.new_empty(size)
         for landing in self._sent(x, carrier, landings):
-            add_landed(carrier.landed(x.dtype), landing, self._bias, out)
+            carrier.add(landing, self._bias, out)
         return out
 
     def _landings(self, carrier: Carrier, rows: int) -> list[Landing]:
@@ -219,15 +217,15 @@ class Layer:
         if not self._split or not plain or adapted:
             return None
         assert isinstance(norm, CudaNorm) and (how is None or isinstance(how, QuantizedInput))
-        if (peers := self._ranks.joining(*residual.shape)) is not None:
+        if (sum_and_norm := self._ranks.joining(*residual.shape)) is not None:
             mine = self.partial(x, x.new_empty(residual.shape, dtype=torch.float32))
-            return cast(Tensor, sum_and_norm(peers, mine, self._bias, norm, residual, how))
+            return cast(Tensor, sum_and_norm(mine, self._bias, norm, residual, how))
         carrier = self._ranks.carrier
         if carrier is None or not (landings := self._landings(carrier, len(x))):
             return None
         to = normed_rows(residual, how)
         for landing in self._sent(x, carrier, landings):
-            norm_landed(carrier.landed(x.dtype), landing, self._bias, norm, residual, to, how)
+            carrier.norm(landing, self._bias, norm, residual, to, how)
         return cast(Tensor, to)
 
     def partial(self, x: Tensor, y: Tensor) -> Tensor:
