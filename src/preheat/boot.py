@@ -17,7 +17,6 @@ from torch import Tensor
 
 from preheat.backends.base.backend import Backend
 from preheat.backends.base.facts import Mode
-from preheat.backends.registry import pick_backend
 from preheat.boot_device import open_device
 from preheat.boot_loop import address_of, serving_loop
 from preheat.boot_parts import build_parts
@@ -75,13 +74,13 @@ def boot(
     *,
     started: float,
     trace: Trace,
-    backend: Backend | None = None,
+    backend: Backend,
 ) -> Loop:
     """Boot an engine; see :func:`preheat.startup.boot_engine`.
 
     ``started`` is the time when the boot began, in monotonic seconds.
     """
-    device = open_device(settings, backend or pick_backend(settings.device))
+    device = open_device(settings, backend)
     threads = torch.get_num_threads()  # before compiled functions leave torch one
     share = Share.open(*device)
     try:

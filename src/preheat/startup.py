@@ -15,7 +15,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from preheat.backends.registry import facts_of, rest, wake
+from preheat.backends.registry import facts_of, pick_backend, rest, wake
 from preheat.backends.support import supports
 from preheat.core import POOLS, Died, ToEngine
 from preheat.errors import PreheatError, SettingsError, WireError
@@ -333,6 +333,8 @@ def boot_engine(
         try:
             with trace.span("Importing torch"), pycache.kept(cache_root(settings)), kept_imports():
                 from preheat.boot import boot
+
+                backend = backend or pick_backend(settings.device)  # imports Triton for a GPU
             return boot(settings, transport, before_ready, started=started, trace=trace, backend=backend)
         finally:
             rest(settings.device)
