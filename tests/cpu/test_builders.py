@@ -1,5 +1,6 @@
 """Kernels are compiled by processes beside the boot, into Triton's cache."""
 
+import json
 import os
 import pickle
 import signal
@@ -64,6 +65,37 @@ def test_every_kernel_is_the_same_program_in_another_process():
         assert other.options.hash() == each.options.hash()
     other = jobs[0]._replace(signature=jobs[-1].signature)  # control
     assert other.source_code().hash() != jobs[0].source_code().hash()
+
+
+ORDER = """
+import json, random, sys
+from preheat.backends.cuda import kernel_keys
+if sys.argv[2] == "control":
+    kernel_keys.take = kernel_keys._take
+from tools.oracles.card import card
+from triton.runtime.jit import JITFunction
+import gc
+with card():
+    kernels = [each for each in gc.get_objects() if type(each).__name__ in ("JITFunction", "GluonJITFunction")]
+kernels = {f"{each.fn.__module__}.{each.fn.__qualname__}": each for each in kernels}
+names = sorted(name for name in kernels if name.startswith("preheat."))
+order = random.Random(sys.argv[1]).sample(names, len(names))
+print(json.dumps(dict(sorted((name, kernels[name].cache_key) for name in order))))
+"""
+
+
+def keys(seed, how):
+    """Return the keys of all functions, taken in the order of ``seed`` in a process of their own."""
+    told = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ORDER, seed, how], capture_output=True, text=True, check=True
+    )
+    return json.loads(told.stdout)
+
+
+def test_the_key_of_a_kernel_does_not_depend_on_the_order_of_launches():
+    one, other = keys("one", ""), keys("other", "")
+    assert len(one) > 200 and one == other
+    assert keys("one", "control") != keys("other", "control")
 
 
 def test_a_builder_compiles_into_the_cache_and_goes_on_after_a_failure(pair, job, monkeypatch):

@@ -20,9 +20,11 @@ from triton.language.target_info import current_target
 from triton.runtime.jit import constexpr_function
 
 from preheat.backends.cuda.device import card_at
+from preheat.backends.cuda.kernel_keys import order_keys
 from preheat.backends.cuda.launchers import load_alone
 
 load_alone()
+order_keys()
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Kernels run in Triton's interpreter, on tensors of the host."""
