@@ -218,7 +218,7 @@ def test_warm_up_is_not_a_mode_of_the_runner(part):
 
 
 # Triton's name for compiling without a launch.
-TRITON = {"launch.py: warmup"}
+TRITON = {"compiling.py: warmup"}
 
 
 def warm_names(source: str) -> set[str]:
