@@ -15,11 +15,12 @@ pytest.importorskip("triton")
 import torch
 import triton
 
-from preheat.backends.cuda import builders
+from preheat.backends.cuda import builders, compiling, digest
 from preheat.backends.cuda.builders import Builders, Crew
 from preheat.backends.cuda.card import CARDS
 from preheat.backends.cuda.compiling import Job, compile_job
 from preheat.backends.cuda.digest import digest_rows
+from preheat.errors import KernelRefused
 from tests.waiting import until
 from tools.compiled.launches import launches
 from tools.oracles.card import META, Seen, card, target, watched
@@ -96,6 +97,50 @@ def test_the_key_of_a_kernel_does_not_depend_on_the_order_of_launches():
     one, other = keys("one", ""), keys("other", "")
     assert len(one) > 200 and one == other
     assert keys("one", "control") != keys("other", "control")
+
+
+@pytest.fixture
+def launched(folder, monkeypatch):
+    """Return a function that launches a kernel twice in a block, and the kernels that threads were asked for."""
+    asked = []
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    monkeypatch.setattr(triton.compiler.compiler.CompiledKernel, "run", True)
+    monkeypatch.setattr(compiling, "_build_elsewhere", lambda job: asked.append(job.kernel))
+
+    def launch(**more):
+        with compiling.compiling(1, **more):
+            for rows in (2, 3):
+                digest_rows(torch.empty(rows, 64, device=META))
+
+    with card(HOPPER):
+        for each in (digest._add_digests,):
+            each.device_caches.clear()
+        yield launch, asked
+
+
+def test_a_kernel_that_is_launched_twice_is_asked_for_once(launched):
+    launch, asked = launched
+    launch()
+    launch()
+    assert asked == [digest._add_digests]
+
+
+def test_a_kernel_that_did_not_compile_is_asked_for_again(launched, monkeypatch):
+    launch, asked = launched
+    build = compiling.Loading._load
+
+    def fail(*_):
+        raise KernelRefused("no")
+
+    monkeypatch.setattr(compiling.Loading, "_load", fail)
+    with pytest.raises(KernelRefused):
+        launch()
+    launch(ignore_errors=True)
+    monkeypatch.setattr(compiling.Loading, "_load", staticmethod(build))
+    assert not asked
+    launch()
+    assert asked == [digest._add_digests]
 
 
 def test_a_builder_compiles_into_the_cache_and_goes_on_after_a_failure(pair, job, monkeypatch):

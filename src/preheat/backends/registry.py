@@ -75,6 +75,9 @@ def pick_backend(device: str, rank: int = 0) -> Backend:
         from preheat.backends.cuda.device import has_gpu, obstacle
 
         if (reason := obstacle(rank)) is None:
+            from preheat.backends.cuda.kernel_keys import hash_triton
+
+            hash_triton()
             from preheat.backends.cuda.backend import CudaBackend
 
             return CudaBackend(rank)

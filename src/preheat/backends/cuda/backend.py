@@ -9,7 +9,6 @@ nothing.
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cached_property
@@ -18,7 +17,6 @@ from typing import TYPE_CHECKING, TypeVar, cast
 
 import torch
 from torch import Tensor
-from triton.runtime.cache import triton_key
 
 from preheat.backends.base import layers as base
 from preheat.backends.base.adapters import AdapterOps
@@ -93,7 +91,6 @@ class CudaBackend:
         self.adapters: AdapterOps | None = CudaAdapters(self.device)
         self._used_before = 0
         self._configs = KernelConfigs()
-        threading.Thread(target=triton_key, name="triton-key", daemon=True).start()  # a part of all kernels' keys
         self._sharing = CudaSharing(self.device)
         self.sharing: Sharing | None = self._sharing
 

@@ -30,10 +30,13 @@ def serve(line: Connection) -> None:
 def main() -> None:
     """Import the kernels once, then serve each line in a process of its own."""
     lines = [Connection(int(number)) for number in sys.argv[1:]]
+    from preheat.backends.cuda.kernel_keys import hash_triton
     from preheat.utils.gc import kept_imports
 
+    hashing = hash_triton()
     with kept_imports():
         import preheat.backends.cuda.backend  # noqa: F401 - forks share the kernels
+    hashing.join()  # a process with threads cannot be forked safely
     mine = next((line for line in lines[1:] if os.fork() == 0), lines[0])
     for line in lines:
         if line is not mine:

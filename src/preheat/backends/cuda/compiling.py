@@ -21,7 +21,7 @@ import triton
 from triton._C.libtriton import get_cache_invalidating_env_vars
 from triton.compiler.compiler import make_backend
 from triton.runtime import driver
-from triton.runtime._async_compile import active_mode
+from triton.runtime._async_compile import FutureKernel, active_mode
 from triton.runtime.cache import get_cache_key, get_cache_manager
 from triton.runtime.errors import TritonError
 from triton.runtime.jit import JITCallable
@@ -134,14 +134,18 @@ def compiling(threads: int, *, ignore_errors: bool = False) -> Iterator[None]:
     """
     kind = triton.JITFunction
     run, compile_one = kind.run, kind._do_compile
+    begun: list[tuple[dict[Any, Any], Any]] = []
 
     def run_nothing(self: Any, *args: Any, grid: Any, warmup: bool, **more: Any) -> Any:
         return run(self, *args, grid=grid, warmup=True, **more)
 
     def submit(self: Any, key: Any, *given: Any) -> Any:
         signature, device, constants, options, attrs, *_ = given
-        pool.job = Job(self, self.ASTSource, signature, constants, attrs, options, self.device_caches[device][2])
-        return compile_one(self, key, *given)
+        kernels, _, target, *_ = self.device_caches[device]
+        pool.job = Job(self, self.ASTSource, signature, constants, attrs, options, target)
+        kernels[key] = compile_one(self, key, *given)  # the next launch finds it, and asks for nothing
+        begun.append((kernels, key))
+        return kernels[key]
 
     try:
         with Loading(threads) as pool, triton.AsyncCompileMode(pool, ignore_errors=ignore_errors):
@@ -152,3 +156,8 @@ def compiling(threads: int, *, ignore_errors: bool = False) -> Iterator[None]:
                 kind.run, kind._do_compile = run, compile_one
     finally:
         active_mode.set(None)  # Triton leaves it set where a kernel did not compile
+        for kernels, key in begun:
+            found = kernels.pop(key)
+            kernel = found.kernel if isinstance(found, FutureKernel) else found
+            if kernel is not None:  # it has compiled
+                kernels[key] = kernel

@@ -7,6 +7,9 @@ kernels that were launched before: another process, or a boot with another optio
 
 from __future__ import annotations
 
+import threading
+
+from triton.runtime.cache import triton_key
 from triton.runtime.jit import DependenciesFinder, JITCallable
 
 _take = DependenciesFinder._update_hash
@@ -16,6 +19,13 @@ def take(self: DependenciesFinder, function: JITCallable) -> None:
     """Take the key and the constants of a called ``function``, in this order."""
     _ = function.cache_key
     _take(self, function)
+
+
+def hash_triton() -> threading.Thread:
+    """Begin to hash Triton's files, which are a part of every key; a thread reads them in half a second."""
+    thread = threading.Thread(target=triton_key, name="triton-key", daemon=True)
+    thread.start()
+    return thread
 
 
 def order_keys() -> None:
