@@ -6,7 +6,7 @@ import pickle
 import signal
 import subprocess
 import sys
-import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -209,9 +209,38 @@ def test_builders_start_before_torch_only_where_nothing_is_compiled(folder, monk
         (folder / file).touch()
     monkeypatch.setenv("TRITON_INTERPRET", interpreted)
     crew, started = Crew(), []
-    monkeypatch.setattr(crew, "start", lambda: started.append(time.monotonic()))
+    monkeypatch.setattr(crew, "start", lambda: started.append(True))
+    crew.start_if_cold()  # the boot has failed already
+    assert not started
+    crew.join()
     crew.start_if_cold()
     assert bool(started) is starts
+
+
+def test_builders_stay_until_the_last_boot_leaves(monkeypatch):
+    ended = []
+    monkeypatch.setattr(builders, "Builders", lambda count: SimpleNamespace(close=lambda: ended.append(count)))
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(99))
+    crew = Crew()
+    for _ in range(2):
+        crew.join()
+    assert crew.start() is crew.start()
+    crew.leave()
+    assert not ended
+    crew.leave()
+    assert ended == [builders.MOST]
+    crew.leave()  # a rank has not joined
+    assert ended == [builders.MOST]
+
+
+def test_a_machine_without_room_for_processes_compiles_by_threads(monkeypatch, caplog):
+    def fail(count):
+        raise BlockingIOError("resource temporarily unavailable")
+
+    monkeypatch.setattr(builders, "Builders", fail)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8))
+    assert Crew().start() is None
+    assert "Threads compile the kernels" in caplog.text
 
 
 def test_a_folder_that_is_not_there_is_cold(tmp_path, monkeypatch):
@@ -219,5 +248,6 @@ def test_a_folder_that_is_not_there_is_cold(tmp_path, monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     crew, started = Crew(), []
     monkeypatch.setattr(crew, "start", lambda: started.append(True))
+    crew.join()
     crew.start_if_cold()
     assert started

@@ -8,6 +8,7 @@ There is neither torch nor Triton here, so that builders can start before either
 
 from __future__ import annotations
 
+import logging
 import os
 import subprocess
 import sys
@@ -17,6 +18,8 @@ from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
+
+logger = logging.getLogger(__name__)
 
 MOST = 32
 FEWEST = 4
@@ -69,33 +72,46 @@ class Builders:
 
 
 class Crew:
-    """The builders of this process, while there are any."""
+    """The builders of this process, while it boots engines."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
+        self._boots = 0
         self._builders: Builders | None = None
 
+    def join(self) -> None:
+        """Keep the builders until this boot leaves, too."""
+        with self._lock:
+            self._boots += 1
+
+    def leave(self) -> None:
+        """End the builders, if there are any, with the last boot."""
+        with self._lock:
+            self._boots = max(self._boots - 1, 0)
+            if self._builders is not None and not self._boots:
+                self._builders.close()
+                self._builders = None
+
     def start(self) -> Builders | None:
-        """Return the builders, started if need be; None on few cores."""
+        """Return the builders, started if need be; None on few cores, and where processes cannot be started."""
         cores = len(os.sched_getaffinity(0))
         if cores < FEWEST:
             return None
         with self._lock:
             if self._builders is None:
-                self._builders = Builders(min(cores, MOST))
+                try:
+                    self._builders = Builders(min(cores, MOST))
+                except OSError as error:
+                    logger.warning("Threads compile the kernels, which takes longer: no process starts (%s)", error)
             return self._builders
 
     def start_if_cold(self) -> None:
-        """Start the builders if nothing has been compiled on this machine, so that they are ready when torch is."""
-        if os.environ.get("TRITON_INTERPRET") != "1" and not _has_files(_triton_cache()):
-            self.start()
+        """Start the builders if nothing has been compiled on this machine, so that they are ready when torch is.
 
-    def stop(self) -> None:
-        """End the builders, if there are any."""
-        with self._lock:
-            if self._builders is not None:
-                self._builders.close()
-                self._builders = None
+        A boot that has failed meanwhile has left, and starts none.
+        """
+        if self._boots and os.environ.get("TRITON_INTERPRET") != "1" and not _has_files(_triton_cache()):
+            self.start()
 
 
 CREW = Crew()

@@ -24,36 +24,34 @@ def wake_gpu() -> None:
     A failure is left to torch: it will meet the same failure and name its cause. The environment also gets torch's
     BLAS library. torch reads this choice only before its import, and a later choice causes a warning.
     """
+    CREW.join()
     os.environ.update(NO_MULTICAST)
     os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
     threading.Thread(target=_wake, name="wake-gpu", daemon=True).start()
 
 
 def _wake() -> None:
-    if has_driver():
+    if _driver() is not None:
         CREW.start_if_cold()
         build_context()
 
 
 def rest() -> None:
     """End the processes that only a boot needs."""
-    CREW.stop()
+    CREW.leave()
 
 
-def has_driver() -> bool:
-    """Return whether the driver's library is there."""
+def _driver() -> ctypes.CDLL | None:
+    """Return the driver's library; None where there is none."""
     try:
-        ctypes.CDLL(DRIVER)
+        return ctypes.CDLL(DRIVER)
     except OSError:
-        return False
-    return True
+        return None
 
 
 def build_context() -> bool:
     """Build the context for torch, and wait for it; False where there is no GPU or no driver."""
-    try:
-        driver = ctypes.CDLL(DRIVER)
-    except OSError:
+    if (driver := _driver()) is None:
         return False
     device, context = ctypes.c_int(), ctypes.c_void_p()
     calls: list[tuple[str, tuple[object, ...]]] = [
