@@ -229,8 +229,6 @@ def test_builders_stay_until_the_last_boot_leaves(monkeypatch):
     assert not ended
     crew.leave()
     assert ended == [builders.MOST]
-    crew.leave()  # a rank has not joined
-    assert ended == [builders.MOST]
 
 
 def test_a_machine_without_room_for_processes_compiles_by_threads(monkeypatch, caplog):

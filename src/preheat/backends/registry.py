@@ -45,12 +45,15 @@ def facts_of(device: str) -> Facts:
     return FACTS[device]
 
 
-def wake(device: str) -> None:
-    """Begin slow work that needs no torch, such as waking a GPU, while torch is still being imported."""
+def wake(device: str, rank: int = 0) -> None:
+    """Begin slow work that needs no torch, such as waking a GPU, while torch is still being imported.
+
+    ``rank`` is the number of the device among the devices that the process sees.
+    """
     if device in (AUTO, CUDA.name):
         from preheat.backends.cuda.early import wake_gpu
 
-        wake_gpu()
+        wake_gpu(rank)
 
 
 def rest(device: str) -> None:

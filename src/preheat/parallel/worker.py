@@ -18,7 +18,7 @@ import numpy as np
 
 from preheat.backends.base.backend import Backend
 from preheat.backends.base.facts import Mode
-from preheat.backends.registry import pick_backend, rest
+from preheat.backends.registry import pick_backend, rest, wake
 from preheat.backends.rendezvous import Rendezvous
 from preheat.core import Image, Swaps, Transfer
 from preheat.errors import PreheatError, WireError
@@ -64,6 +64,7 @@ class Worker:
     def __init__(self, orders: Orders, rendezvous: Rendezvous, reporter: Reporter) -> None:
         settings = self._settings = orders.settings
         self._reporter, self._rank = reporter, rendezvous.rank
+        wake(settings.device, orders.device)
         self._backend: Backend = pick_backend(settings.device, orders.device)
         self._backend.prepare(settings, orders.mode, orders.cache)
         assert self._backend.sharing is not None  # the leader has checked it

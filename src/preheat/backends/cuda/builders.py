@@ -87,7 +87,7 @@ class Crew:
     def leave(self) -> None:
         """End the builders, if there are any, with the last boot."""
         with self._lock:
-            self._boots = max(self._boots - 1, 0)
+            self._boots -= 1
             if self._builders is not None and not self._boots:
                 self._builders.close()
                 self._builders = None

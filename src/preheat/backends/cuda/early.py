@@ -18,8 +18,8 @@ NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"
 """NVLink's switch adds in an unknown order, so ranks never use its multicast."""
 
 
-def wake_gpu() -> None:
-    """Begin to build the first GPU's context.
+def wake_gpu(rank: int = 0) -> None:
+    """Begin to build the first GPU's context; a ``rank`` on another GPU leaves its own to torch.
 
     A failure is left to torch: it will meet the same failure and name its cause. The environment also gets torch's
     BLAS library. torch reads this choice only before its import, and a later choice causes a warning.
@@ -27,13 +27,14 @@ def wake_gpu() -> None:
     CREW.join()
     os.environ.update(NO_MULTICAST)
     os.environ.setdefault("TORCH_BLAS_PREFER_CUBLASLT", "1")
-    threading.Thread(target=_wake, name="wake-gpu", daemon=True).start()
+    threading.Thread(target=_wake, args=(rank,), name="wake-gpu", daemon=True).start()
 
 
-def _wake() -> None:
+def _wake(rank: int) -> None:
     if _driver() is not None:
         CREW.start_if_cold()
-        build_context()
+        if not rank:
+            build_context()
 
 
 def rest() -> None:

@@ -7,6 +7,7 @@ plain device memory that the other ranks map. NVLink's multicast is never used.
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import NamedTuple
@@ -26,6 +27,7 @@ from preheat.backends.cuda.collective import (
     add_ranks,
     landings,
 )
+from preheat.backends.cuda.compiling import compiling
 from preheat.backends.cuda.launch import options
 from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
 from preheat.backends.cuda.peer_kernels import BESIDE, EACH, GATHER, GONE, LINE, SHARES, exchange
@@ -232,6 +234,8 @@ def meet(nccl: Nccl, device: torch.device) -> RankSums:
         logger.warning("GPUs %s cannot write into each other's memory: ranks exchange through NCCL", devices)
         return nccl
     peers = Peers(nccl, *room_of(nccl, device))
+    with compiling(os.cpu_count() or 1):
+        exchange_all(peers, device)
     prove(peers, nccl, device)
     return peers
 
@@ -292,6 +296,14 @@ def prove(peers: Peers, nccl: Nccl, device: torch.device, sizes: tuple[int, ...]
             f"The exchange over peer memory gives other bits than NCCL for {wrong} numbers of each rank "
             f"({peers.fault() or 'all ranks answered'}): set --disable-custom-all-reduce, and report this"
         )
+
+
+def exchange_all(peers: Peers, device: torch.device, sizes: tuple[int, ...] = PROOF_SIZES) -> None:
+    """Launch the sums and gathers of the proof once each, to compile their kernels side by side."""
+    for size in sizes:
+        mine = torch.empty(1, size, device=device)
+        peers.sum(mine, None, torch.bfloat16)
+        add_ranks(peers.gather(mine), None, torch.bfloat16)
 
 
 LANDED_ROWS = (1024, 1000)
