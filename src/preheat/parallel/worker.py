@@ -5,6 +5,7 @@ It loads its shard, then obeys the leader's messages one by one.
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import pickle
@@ -85,6 +86,7 @@ class Worker:
     ) -> bool:
         """Make an executor, in place of the last one."""
         self._executor = None
+        gc.collect()  # its parts refer to each other
         self._make_plan(limits, options, checks)
         slots = Slots(limits.max_num_seqs, limits.max_model_len, limits.block_size)
         sampler = SilentSampler(limits.max_num_seqs, self._backend.device)
