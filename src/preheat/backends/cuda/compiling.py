@@ -61,13 +61,12 @@ class Job(NamedTuple):
 
 
 class _Pickler(pickle.Pickler):
+    """Names a function of Triton by its module and its name there."""
+
     def reducer_override(self, value: Any) -> Any:
-        return (_named, (value.fn.__module__, value.fn.__qualname__)) if _has_name(value) else NotImplemented
-
-
-def _has_name(value: object) -> bool:
-    """Return whether ``value`` is a function of Triton that a module has under its name."""
-    return isinstance(value, JITCallable)
+        if not isinstance(value, JITCallable):
+            return NotImplemented
+        return _named, (value.fn.__module__, value.fn.__qualname__)
 
 
 def _named(module: str, name: str) -> Any:
