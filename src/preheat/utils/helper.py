@@ -25,6 +25,8 @@ from pathlib import Path
 from queue import LifoQueue
 from typing import Literal
 
+from preheat.utils.children import child_environment
+
 Work = Callable[[bytes], bytes]
 """A function that does a job: from bytes to bytes."""
 
@@ -105,7 +107,7 @@ class Helper:
             stdin=subprocess.PIPE,  # closes with this process; the child notices
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # Ctrl-C does not reach it
-            env=os.environ | _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=child_environment(_ENVIRONMENT),
         )
         theirs.close()
         self._line = ours

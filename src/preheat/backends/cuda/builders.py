@@ -19,6 +19,8 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 
+from preheat.utils.children import child_environment
+
 logger = logging.getLogger(__name__)
 
 MOST = 32
@@ -42,7 +44,7 @@ class Builders:
             stdout=subprocess.DEVNULL,
             pass_fds=numbers,
             start_new_session=True,  # Ctrl-C does not reach them
-            env=os.environ | _ENVIRONMENT | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=child_environment(_ENVIRONMENT),
         )
         for each in theirs:
             each.close()
@@ -78,6 +80,7 @@ class Crew:
         self._lock = threading.Lock()
         self._boots = 0
         self._builders: Builders | None = None
+        self._refused = False
 
     def join(self) -> None:
         """Keep the builders until this boot leaves, too."""
@@ -98,10 +101,11 @@ class Crew:
         if cores < FEWEST:
             return None
         with self._lock:
-            if self._builders is None:
+            if self._builders is None and not self._refused:
                 try:
                     self._builders = Builders(min(cores, MOST))
                 except OSError as error:
+                    self._refused = True
                     logger.warning("Threads compile the kernels, which takes longer: no process starts (%s)", error)
             return self._builders
 

@@ -6,7 +6,6 @@ LLVM ends its process when it cannot generate code, so a child compiles: see ``c
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -24,6 +23,7 @@ import llvmlite.binding as llvm
 from preheat.backends.cpu.llvm import targets
 from preheat.backends.cpu.llvm.targets import Target, version
 from preheat.errors import PreheatError
+from preheat.utils.children import child_environment
 from preheat.utils.files import read_file, why_unread, write_whole
 
 logger = logging.getLogger(__name__)
@@ -145,7 +145,7 @@ def _in_child(source: str, target: Target) -> bytes:
     with _COUNTING:
         compilations += 1
     command = [sys.executable, "-P", "-m", "preheat.backends.cpu.llvm.compiler", *target]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    environment = child_environment()
     try:
         done = subprocess.run(
             command, input=source.encode(), capture_output=True, timeout=_SECONDS, check=False, env=environment
