@@ -23,16 +23,16 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.common.report import parser, save
-from preheat.backends.cuda.attention_values import Pieces, Places, Rows, Scores, Workspace
-from preheat.backends.cuda.paged_attention import (
+from preheat.backends.cuda.attention.paged import (
     decode_attention,
     prefill_attention,
     prefill_config,
     query_tile,
     verify_queries,
 )
-from preheat.backends.cuda.tuner import COPIED_BYTES, graph_microseconds
-from preheat.backends.cuda.work import SPLIT, decode_work, prefill_tiles, query_tiles
+from preheat.backends.cuda.attention.values import Pieces, Places, Rows, Scores, Workspace
+from preheat.backends.cuda.attention.work import SPLIT, decode_work, prefill_tiles, query_tiles
+from preheat.backends.cuda.matmul.tuner import COPIED_BYTES, graph_microseconds
 from preheat.backends.registry import pick_backend
 from preheat.settings import Settings
 

@@ -23,10 +23,10 @@ import torch.distributed as dist
 from torch.multiprocessing.spawn import spawn
 
 from benchmarks.common.report import RESULTS, parser, save
-from preheat.backends.cuda.early import NO_MULTICAST
+from preheat.backends.cuda.device.early import NO_MULTICAST
 
 if TYPE_CHECKING:
-    from preheat.backends.cuda.collective import RankSums
+    from preheat.backends.cuda.ranks.collective import RankSums
 
 ROWS = (1, 4, 16, 32, 64, 128, 256, 512, 1024, 2048, 8192)
 WIDTH = 4096
@@ -40,7 +40,7 @@ NAMES = ("peer memory", "landed", "NCCL and tree", "NCCL all_reduce", "NCCL bf16
 
 def microseconds(work: Callable[[], object]) -> float:
     """Return microseconds of one call, from many calls in a graph."""
-    from preheat.backends.cuda.graph import capture
+    from preheat.backends.cuda.device.graph import capture
 
     def calls() -> None:
         for _ in range(CALLS):
@@ -83,8 +83,8 @@ def measure(rank: int, world: int, folder: str, output: str) -> None:
     import torch.distributed._symmetric_memory as symm
 
     from preheat.backends.cuda.backend import CudaBackend
-    from preheat.backends.cuda.collective import Nccl
-    from preheat.backends.cuda.peer import meet
+    from preheat.backends.cuda.ranks.collective import Nccl
+    from preheat.backends.cuda.ranks.peer import meet
     from preheat.backends.rendezvous import OneNode
     from preheat.settings import Settings
 

@@ -101,7 +101,7 @@ def _attention(packer: str, layer: AttentionLayer, limits: Limits, backend: CpuB
     """
     if packer == "cpu":
         return backend.attention([layer], limits, contiguous=True)
-    from preheat.backends.cuda.attention import CudaAttention
+    from preheat.backends.cuda.attention.layers import CudaAttention
 
     return CudaAttention([layer], limits, backend)
 

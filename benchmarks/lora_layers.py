@@ -21,10 +21,10 @@ import torch
 from benchmarks.common.report import parser, save
 from benchmarks.common.shapes import CHOICES, config_of
 from preheat.backends.base.layers import LayerContext, LayerWeights
-from preheat.backends.cuda.graph import capture
-from preheat.backends.cuda.lora_blocks import MANY_ROWS, CudaAdapterRows
+from preheat.backends.cuda.device.graph import capture
 from preheat.backends.cuda.matmul.kernels import KernelConfigs, kernel_configs
 from preheat.backends.cuda.matmul.layer import Layer
+from preheat.backends.cuda.matmul.lora.blocks import MANY_ROWS, CudaAdapterRows
 from preheat.backends.registry import pick_backend
 from preheat.ops.matmul import LowRankPair
 from preheat.ops.values import Finish, LowRank, Matmul, WeightFormat

@@ -28,10 +28,10 @@ from triton.runtime.errors import TritonError
 
 from benchmarks.common.report import parser, save
 from preheat.backends.base.backend import Backend
-from preheat.backends.cuda import delta
-from preheat.backends.cuda.delta import Config, CudaRecurrences, TapedStates
-from preheat.backends.cuda.delta_kernels import SCALARS, TAPE
-from preheat.backends.cuda.tuner import COPIED_BYTES, graph_microseconds
+from preheat.backends.cuda.matmul.tuner import COPIED_BYTES, graph_microseconds
+from preheat.backends.cuda.recurrence import delta
+from preheat.backends.cuda.recurrence.delta import Config, CudaRecurrences, TapedStates
+from preheat.backends.cuda.recurrence.kernels import SCALARS, TAPE
 from preheat.backends.registry import pick_backend
 from preheat.core import StepStates
 from preheat.limits import Limits

@@ -95,7 +95,7 @@ def measure(rows: int, vocab: int, repeats: int) -> dict[str, dict[str, float]]:
 def on_gpu(rows: int, vocab: int, repeats: int) -> dict[str, float]:
     """Return the microseconds of the kernels of each kind's step."""
     from preheat.backends.cuda.backend import CudaBackend
-    from preheat.backends.cuda.sampler import CudaSampler
+    from preheat.backends.cuda.sampling.sampler import CudaSampler
 
     backend = CudaBackend()
 

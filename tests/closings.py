@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base.layers import Closing
-from preheat.backends.cuda.closing import BlockNorm
+from preheat.backends.cuda.pointwise.closing import BlockNorm
 from preheat.ops.proof import noise
 
 

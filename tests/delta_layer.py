@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.cuda.delta import CudaRecurrences, TapedStates
-from preheat.backends.cuda.delta_kernels import places
+from preheat.backends.cuda.recurrence.delta import CudaRecurrences, TapedStates
+from preheat.backends.cuda.recurrence.kernels import places
 from preheat.core import StepStates
 from preheat.limits import Limits
 from preheat.ops.delta import DeltaRows, DeltaStates, Heads, recur_of, tree

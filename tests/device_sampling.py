@@ -11,10 +11,10 @@ import triton.language as tl
 from preheat.backends.base.backend import Backend
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda.backend import CudaBackend
-from preheat.backends.cuda.sample import FURTHEST, LOWEST, TEMPERATURE, id_of, order, real, value_of
-from preheat.backends.cuda.sample_source import race
-from preheat.backends.cuda.sampler import CudaSampler, Cut, read_report
-from preheat.backends.cuda.sampler_layout import SamplerLayout
+from preheat.backends.cuda.sampling.layout import SamplerLayout
+from preheat.backends.cuda.sampling.sampler import CudaSampler, Cut, read_report
+from preheat.backends.cuda.sampling.shared import FURTHEST, LOWEST, TEMPERATURE, id_of, order, real, value_of
+from preheat.backends.cuda.sampling.source import race
 from preheat.core import Level, TokenLogprobs, unmarked
 from preheat.execution.logit_stages import sampling_input
 from preheat.ops.sampling import SamplingInput

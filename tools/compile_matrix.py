@@ -24,7 +24,7 @@ from typing import Any
 
 import triton
 
-from preheat.backends.cuda.card import CARDS, Card, text
+from preheat.backends.cuda.device.card import CARDS, Card, text
 from tools.compiled.facts import Child, Facts, faults, summary
 from tools.compiled.launches import launches, sample
 from tools.oracles.card import Launch

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from preheat.backends.cuda.card import CARDS, Card
+from preheat.backends.cuda.device.card import CARDS, Card
 from tools.compile_matrix import recorded
 
 PAGE = Path(__file__).parents[1] / "docs" / "cards.md"

@@ -91,7 +91,7 @@ fields of a `StateRule` (`src/preheat/ops/values.py`, `tests/cpu/test_state_rule
 
 - They run on a CPU, in `--execution-mode eager`. Step 4 of the contract is a compiled function there.
 - They run on a GPU, eager or by graphs. One kernel takes rows that decode and prompts, token after token. The order of
-  its sums is the contract's (`src/preheat/backends/cuda/delta_kernels.py`). Heads of keys have 64 to
+  its sums is the contract's (`src/preheat/backends/cuda/recurrence/kernels.py`). Heads of keys have 64 to
   256 numbers there (`tests/cuda/test_hybrids.py`).
 - A sequence has a state slot; all slots are counted in the memory before the KV cache. One sequence of Qwen3.5-35B-A3B
   takes 61 MiB, so `--max-num-seqs` decides much of the memory.

@@ -111,7 +111,7 @@ def _counting(tell: Callable[[int], None]) -> Iterator[None]:
     """Tell the number of visited experts at each choice of a device's experts."""
     with ExitStack() as stack:
         for module, name, visited in (
-            ("preheat.backends.cuda.moe", "arrange", _arranged),
+            ("preheat.backends.cuda.matmul.moe.experts", "arrange", _arranged),
             ("preheat.backends.cpu.experts", "route", lambda found: len(found[0].unique())),
         ):
             if (home := sys.modules.get(module)) is not None:

@@ -12,7 +12,8 @@ import torch
 from preheat import LLM, SamplingParams
 from preheat.backends.base.facts import Facts
 from preheat.backends.cpu.backend import CpuBackend
-from preheat.backends.cuda import device, early
+from preheat.backends.cuda.device import detect as device
+from preheat.backends.cuda.device import early
 from preheat.backends.registry import FACTS, pick_backend
 from preheat.errors import SettingsError
 from preheat.plan.modes import check_options

@@ -15,11 +15,12 @@ pytest.importorskip("triton")
 import torch
 import triton
 
-from preheat.backends.cuda import builders, compiling, digest
-from preheat.backends.cuda.builders import Builders, Crew
-from preheat.backends.cuda.card import CARDS
-from preheat.backends.cuda.compiling import Job, compile_job
-from preheat.backends.cuda.digest import digest_rows
+from preheat.backends.cuda.device import builders, compiling
+from preheat.backends.cuda.device.builders import Builders, Crew
+from preheat.backends.cuda.device.card import CARDS
+from preheat.backends.cuda.device.compiling import Job, compile_job
+from preheat.backends.cuda.pointwise import digest
+from preheat.backends.cuda.pointwise.digest import digest_rows
 from preheat.errors import KernelRefused
 from tests.waiting import until
 from tools.compiled.launches import launches
@@ -70,7 +71,7 @@ def test_every_kernel_is_the_same_program_in_another_process():
 
 ORDER = """
 import json, random, sys
-from preheat.backends.cuda import kernel_keys
+from preheat.backends.cuda.device import kernel_keys
 if sys.argv[2] == "control":
     kernel_keys.take = kernel_keys._take
 from tools.oracles.card import card
@@ -180,7 +181,7 @@ def test_a_killed_builder_leaves_its_work_to_the_others_and_then_to_the_boot(pai
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM])
 def test_builders_end_with_their_boot(folder, how):
     script = (
-        "import time; from preheat.backends.cuda.builders import Builders; made = Builders(3); made.build(b''); "
+        "import time; from preheat.backends.cuda.device.builders import Builders; made = Builders(3); made.build(b''); "
         "print(made._process.pid, flush=True); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) as boot:

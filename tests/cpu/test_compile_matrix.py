@@ -9,7 +9,7 @@ import torch
 pytest.importorskip("triton")
 
 from preheat.backends.base.layers import LayerWeights
-from preheat.backends.cuda.card import CARDS, HOPPER
+from preheat.backends.cuda.device.card import CARDS, HOPPER
 from preheat.backends.cuda.matmul.heads import HeadsLayer
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.heads import EachHead

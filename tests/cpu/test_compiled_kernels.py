@@ -21,34 +21,32 @@ from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 from triton.runtime.jit import mangle_type
 
-from preheat.backends.cuda import (
-    attention_hopper,
-    attention_hopper_decode,
-    linear_hopper,
-    linear_hopper_fp8,
-    linear_hopper_small_m,
-    paged_attention,
-)
-from preheat.backends.cuda.collective import _add_ranks
-from preheat.backends.cuda.hopper import descriptor
-from preheat.backends.cuda.launch import widened
-from preheat.backends.cuda.lora import _add_roots, _gather
-from preheat.backends.cuda.lora_expand import Expansion, _expand
-from preheat.backends.cuda.lora_routed import _expand_experts, _expand_tokens, _shrink_experts, _shrink_slots
-from preheat.backends.cuda.lora_shrink import Shrinking, ShrinkSizes, _shrink
+from preheat.backends.cuda.attention import hopper as attention_hopper
+from preheat.backends.cuda.attention import hopper_decode as attention_hopper_decode
+from preheat.backends.cuda.attention import paged as paged_attention
+from preheat.backends.cuda.attention.paged import _decode, _prefill
+from preheat.backends.cuda.device.hopper import descriptor
+from preheat.backends.cuda.device.launch import widened
 from preheat.backends.cuda.matmul import products
 from preheat.backends.cuda.matmul.config import ExpertsShape, LinearShape, Tile, Wide
 from preheat.backends.cuda.matmul.gemm import apart, gemm, looped
+from preheat.backends.cuda.matmul.hopper import large_m as linear_hopper
+from preheat.backends.cuda.matmul.hopper import large_m_fp8 as linear_hopper_fp8
+from preheat.backends.cuda.matmul.hopper import small_m as linear_hopper_small_m
 from preheat.backends.cuda.matmul.kernels import rule
+from preheat.backends.cuda.matmul.lora.expand import Expansion, _expand
+from preheat.backends.cuda.matmul.lora.routed import _expand_experts, _expand_tokens, _shrink_experts, _shrink_slots
+from preheat.backends.cuda.matmul.lora.shrink import Shrinking, ShrinkSizes, _shrink
+from preheat.backends.cuda.matmul.lora.slots import _add_roots, _gather
 from preheat.backends.cuda.matmul.maps import Cut, Routed, RoutedForm, all_rows, all_rows_masked, by_expert
 from preheat.backends.cuda.matmul.products import Codes, CodesForm, Float8, Float8Form
 from preheat.backends.cuda.matmul.rules import experts_rule
-from preheat.backends.cuda.norm import _norm
-from preheat.backends.cuda.paged_attention import _decode, _prefill
-from preheat.backends.cuda.peer_kernels import BESIDE, EACH, GATHER, SHARES, exchange
-from preheat.backends.cuda.peer_landed import _add, _add_and_norm
-from preheat.backends.cuda.peer_norm import _sum_and_norm
-from preheat.backends.cuda.quantize import _greatest, _quantize
+from preheat.backends.cuda.pointwise.norm import _norm
+from preheat.backends.cuda.pointwise.quantize import _greatest, _quantize
+from preheat.backends.cuda.ranks.collective import _add_ranks
+from preheat.backends.cuda.ranks.peer_kernels import BESIDE, EACH, GATHER, SHARES, exchange
+from preheat.backends.cuda.ranks.peer_landed import _add, _add_and_norm
+from preheat.backends.cuda.ranks.peer_norm import _sum_and_norm
 from preheat.ops.kinds import Scheme
 
 HOPPER = GPUTarget("cuda", 90, 32)

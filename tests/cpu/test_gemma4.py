@@ -16,7 +16,7 @@ from preheat.backends.cpu import attention
 from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.backends.cpu.llvm import layer as compiled
 from preheat.backends.cpu.tiles import SPLIT
-from preheat.backends.cuda.card import HOPPER
+from preheat.backends.cuda.device.card import HOPPER
 from preheat.backends.cuda.facts import FACTS as CUDA
 from preheat.backends.cuda.lacking import lacking
 from preheat.backends.hpu.facts import FACTS as HPU

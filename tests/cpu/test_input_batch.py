@@ -25,8 +25,8 @@ from tests.pure.paper import limits, request
 
 pytest.importorskip("triton")  # attention on CUDA cuts its work on the host, and its kernels are not run here
 
-from preheat.backends.cuda import attention
-from preheat.backends.cuda.attention import CudaAttention
+from preheat.backends.cuda.attention import layers as attention
+from preheat.backends.cuda.attention.layers import CudaAttention
 
 TILE, SPLIT, WINDOWS = 4, 8, (None, 5)
 CACHE, ROPE = torch.zeros(1, 2, 1, 4, 64), torch.zeros(1, 2, 1, 64)

@@ -9,9 +9,10 @@ pytest.importorskip("triton")
 import torch
 from triton.runtime.errors import OutOfResources
 
-from preheat.backends.cuda import compiling, prove
-from preheat.backends.cuda.card import CARDS
-from preheat.backends.cuda.compiling import Loading
+from preheat.backends.cuda.device import compiling
+from preheat.backends.cuda.device.card import CARDS
+from preheat.backends.cuda.device.compiling import Loading
+from preheat.backends.cuda.matmul import prove
 from preheat.backends.cuda.matmul.config import Library, LinearShape, Tile, Wide, reference
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.rules import tile_rule

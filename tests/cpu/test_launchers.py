@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from triton.runtime import build
 
-from preheat.backends.cuda import launch, launchers
+from preheat.backends.cuda.device import launch, launchers
 
 SOURCE = """
 #include <Python.h>

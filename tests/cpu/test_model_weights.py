@@ -16,7 +16,7 @@ from torch import Tensor
 
 from preheat.backends.base.layers import LayerWeights, Linear
 from preheat.backends.cpu.backend import CpuBackend
-from preheat.backends.cuda.upload import Upload
+from preheat.backends.cuda.device.upload import Upload
 from preheat.errors import ModelError
 from preheat.model.decoder import Decoder
 from preheat.model.dummy_tensors import DummyTensors

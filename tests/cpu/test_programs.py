@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from preheat.backends.cpu.backend import Calls
-from preheat.backends.cuda.graph import CudaGraphs
+from preheat.backends.cuda.device.graph import CudaGraphs
 
 
 class PaperGraph:

@@ -7,7 +7,7 @@ from ctypes import sizeof
 import pytest
 import torch
 
-from preheat.backends.cuda.memory import AccessDesc, AllocationProp, VirtualMemory
+from preheat.backends.cuda.device.memory import AccessDesc, AllocationProp, VirtualMemory
 
 UNIT = 1 << 21
 

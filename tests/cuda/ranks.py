@@ -68,8 +68,8 @@ def exchange(rank: int, world: int, folder: str) -> None:
 
     from preheat.backends.base.layers import LayerContext
     from preheat.backends.cuda.backend import CudaBackend
-    from preheat.backends.cuda.graph import capture
-    from preheat.backends.cuda.norm import CudaNorm
+    from preheat.backends.cuda.device.graph import capture
+    from preheat.backends.cuda.pointwise.norm import CudaNorm
     from preheat.backends.rendezvous import OneNode
     from preheat.settings import Settings
     from tests import layers
@@ -123,7 +123,7 @@ def collective(world: int) -> None:
     """Run :func:`exchange` on ``world`` GPUs."""
     from torch.multiprocessing.spawn import spawn
 
-    from preheat.backends.cuda.early import NO_MULTICAST
+    from preheat.backends.cuda.device.early import NO_MULTICAST
 
     os.environ.update(NO_MULTICAST)
     with tempfile.TemporaryDirectory() as folder:

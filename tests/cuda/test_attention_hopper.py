@@ -37,7 +37,7 @@ def made(request, paged):
     shape, block = request.param
     seed = int(torch.randint(1 << 30, ()))
     pages = paged.Pages(paged.Bucket(*shape), LENGTHS, block, seed, device="cuda", by_block=block == 64)
-    from preheat.backends.cuda import attention_hopper
+    from preheat.backends.cuda.attention import hopper as attention_hopper
 
     assert attention_hopper.fits(pages.qkv[0][:, : pages.shape.heads], pages.cache)
     return pages
@@ -129,7 +129,7 @@ def test_a_captured_call_reads_its_number_of_tiles_again(paged):
 
 
 def test_shapes_that_do_not_fit_are_computed_too(paged):
-    from preheat.backends.cuda import attention_hopper
+    from preheat.backends.cuda.attention import hopper as attention_hopper
 
     for shape, block in (((8, 1, 256), 64), ((8, 2, 128, torch.float32), 64), ((8, 2, 128), 32)):
         made = paged.Pages(paged.Bucket(*shape), [70], block, device="cuda")

@@ -30,7 +30,7 @@ def paged():
 @pytest.fixture(params=SHAPES, ids=str)
 def made(request, paged):
     """A cache with NaN in its unused slots."""
-    from preheat.backends.cuda import attention_hopper_decode
+    from preheat.backends.cuda.attention import hopper_decode as attention_hopper_decode
 
     shape, block = request.param
     pages = paged.Pages(paged.Bucket(*shape), LENGTHS, block, seed=7, device="cuda", by_block=block == 64)
@@ -41,7 +41,7 @@ def made(request, paged):
 
 def portable(made, work=STEP):
     """Return the result of the kernel for every GPU."""
-    from preheat.backends.cuda.paged_attention import decode_config
+    from preheat.backends.cuda.attention.paged import decode_config
 
     config = decode_config(len(work), made.shape.dim, made.shape.dtype, made.shape.stored)
     return made.decode(work, config=config)
@@ -82,7 +82,7 @@ def test_another_split_gives_other_bits(made):
 
 
 def test_shapes_that_do_not_fit_are_computed_too(paged):
-    from preheat.backends.cuda import attention_hopper_decode
+    from preheat.backends.cuda.attention import hopper_decode as attention_hopper_decode
 
     for shape, block in (((8, 1, 256, BF16), 64), ((32, 1, 128, BF16), 64), ((8, 2, 128, BF16), 32)):
         bucket = paged.Bucket(*shape, stored=E4)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from preheat.backends.cuda.closing import BlockNorm, Unsummed
-from preheat.backends.cuda.moe_route import arrange, combine
+from preheat.backends.cuda.matmul.moe.route import arrange, combine
+from preheat.backends.cuda.pointwise.closing import BlockNorm, Unsummed
 from preheat.ops.proof import noise
 from preheat.ops.values import Routing
 from tests.closings import one_by_one, steps_of

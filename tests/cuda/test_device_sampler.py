@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from preheat.backends.cpu.backend import CpuBackend
-from preheat.backends.cuda.sampler import CudaSampler, Cut
+from preheat.backends.cuda.sampling.sampler import CudaSampler, Cut
 from preheat.core import Level, SamplingParams
 from preheat.execution.logit_stages import sampling_input
 from preheat.ops.logprobs import token_logprobs

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from preheat import LLM
-from preheat.backends.cuda.work import prefill_tiles
+from preheat.backends.cuda.attention.work import prefill_tiles
 from preheat.warmup.record import Record
 from tests.encoders import save_encoder, states_of, texts_of
 
@@ -47,6 +47,6 @@ def test_the_bits_of_a_text_alone(family: str, dtype: str, tmp_path: Path, monke
     assert not any(record.cold.values()), record.events
     other = LLM(str(tmp_path), enforce_eager=True, skip_warmup=True, dtype=dtype, **OPTIONS)
     assert [each.tobytes() for each in vectors(other, TEXTS)] == bits
-    causal = "preheat.backends.cuda.attention.prefill_tiles"
+    causal = "preheat.backends.cuda.attention.layers.prefill_tiles"
     monkeypatch.setattr(causal, lambda *step, sides: prefill_tiles(*step, sides=False))
     assert [each.tobytes() for each in vectors(other, TEXTS)] != bits

@@ -19,8 +19,8 @@ import pytest
 from msgspec import structs
 
 from preheat import LLM, SamplingParams
-from preheat.backends.cuda.sampler import CudaSampler
-from preheat.backends.cuda.work import SPLIT
+from preheat.backends.cuda.attention.work import SPLIT
+from preheat.backends.cuda.sampling.sampler import CudaSampler
 from preheat.core import Level
 from preheat.execution.input_batch import Packer
 from preheat.schedule.running import RunningSequences
@@ -217,7 +217,7 @@ def test_a_token_that_is_not_fed_back_is_noticed(ahead: LLM, expected: Bits, mon
 
 def test_a_norm_that_looks_at_its_batch_is_noticed(eager: LLM, expected: Bits, monkeypatch: pytest.MonkeyPatch) -> None:
     """The norm's rounding depends on the number of rows."""
-    from preheat.backends.cuda import norm
+    from preheat.backends.cuda.pointwise import norm
 
     right = norm.CudaNorm.add
     monkeypatch.setattr(norm.CudaNorm, "add", lambda self, x, *rest: right(self, x, *rest) * (1 + 2**-7 * (len(x) > 8)))

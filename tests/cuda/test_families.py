@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from preheat import LLM, SamplingParams
-from preheat.backends.cuda.work import SPLIT
+from preheat.backends.cuda.attention.work import SPLIT
 from preheat.frontend.outputs import RequestOutput
 from preheat.model.files import read_config
 from preheat.settings import Settings

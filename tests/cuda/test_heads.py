@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from preheat.backends.cuda.card import HOPPER
+from preheat.backends.cuda.device.card import HOPPER
 from preheat.backends.cuda.matmul.config import REFERENCE
 from preheat.backends.cuda.matmul.heads import HeadsLayer
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
-from preheat.backends.cuda.prove import settle_heads
+from preheat.backends.cuda.matmul.prove import settle_heads
 from preheat.ops.values import Matmul, WeightFormat
 
 ROWS = [1, 2, 16, 40, 256, 2048]

@@ -13,8 +13,17 @@ import torch
 from torch import Tensor
 
 from preheat import LLM, SamplingParams
-from preheat.backends.cuda import delta
-from preheat.backends.cuda.delta import DECODING, ONE, PROMPTS, TOKENS, Config, CudaRecurrences, TapedStates, Tile
+from preheat.backends.cuda.recurrence import delta
+from preheat.backends.cuda.recurrence.delta import (
+    DECODING,
+    ONE,
+    PROMPTS,
+    TOKENS,
+    Config,
+    CudaRecurrences,
+    TapedStates,
+    Tile,
+)
 from preheat.core import StepStates
 from preheat.errors import NotInvariant
 from preheat.ops.delta import delta_rule

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from preheat.backends.cuda.latent_few import FewConfig
-from preheat.backends.cuda.paged_attention import AttentionConfig
+from preheat.backends.cuda.attention.latent_few import FewConfig
+from preheat.backends.cuda.attention.paged import AttentionConfig
 from tests.kernels.latents import DECODE, FEW, PROMPT, VERIFY, LatentPages, Sizes
 
 SPLIT = 512

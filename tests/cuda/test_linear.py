@@ -9,15 +9,15 @@ pytest.importorskip("triton")
 
 from preheat.backends.base.layers import LayerWeights
 from preheat.backends.cuda.backend import CudaBackend
-from preheat.backends.cuda.linear import apply
-from preheat.backends.cuda.linear_hopper import fits
 from preheat.backends.cuda.matmul.config import REFERENCE, Library, LinearShape, Tile
+from preheat.backends.cuda.matmul.hopper.large_m import fits
 from preheat.backends.cuda.matmul.kernels import WIDE, KernelConfigs, kernel_configs, rule
 from preheat.backends.cuda.matmul.layer import Layer
+from preheat.backends.cuda.matmul.linear import apply
+from preheat.backends.cuda.matmul.prove import compile_kernels, differing, fill, prove, settle
 from preheat.backends.cuda.matmul.rules import tile_rule
 from preheat.backends.cuda.matmul.tables import Entry, Table
 from preheat.backends.cuda.matmul.weights import PlainWeight
-from preheat.backends.cuda.prove import compile_kernels, differing, fill, prove, settle
 from preheat.settings import Settings
 from tests import layers
 

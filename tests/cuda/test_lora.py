@@ -18,17 +18,17 @@ import torch
 from benchmarks.common.adapter import write_adapter
 from preheat import LLM, LoRARequest, SamplingParams
 from preheat.backends.base.layers import LayerContext, LayerWeights
-from preheat.backends.cuda.activation import silu_and_mul
 from preheat.backends.cuda.backend import CudaBackend
-from preheat.backends.cuda.card import PORTABLE, Card
-from preheat.backends.cuda.device import card_at
-from preheat.backends.cuda.graph import capture
-from preheat.backends.cuda.hopper import is_hopper
-from preheat.backends.cuda.lora_blocks import MANY_ROWS, CudaAdapterRows
-from preheat.backends.cuda.lora_expand import Expansion, expand
+from preheat.backends.cuda.device.card import PORTABLE, Card
+from preheat.backends.cuda.device.detect import card_at
+from preheat.backends.cuda.device.graph import capture
+from preheat.backends.cuda.device.hopper import is_hopper
 from preheat.backends.cuda.matmul.config import Wide
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.layer import Embedding, Layer
+from preheat.backends.cuda.matmul.lora.blocks import MANY_ROWS, CudaAdapterRows
+from preheat.backends.cuda.matmul.lora.expand import Expansion, expand
+from preheat.backends.cuda.pointwise.activation import silu_and_mul
 from preheat.lora.adapter import adapted_modules
 from preheat.model.families import read_spec
 from preheat.ops.kinds import Scheme

@@ -16,11 +16,11 @@ import torch
 from benchmarks.common.adapter import write_adapter
 from preheat import LLM, LoRARequest, SamplingParams
 from preheat.backends.cuda.backend import CudaBackend
-from preheat.backends.cuda.device import card_at
+from preheat.backends.cuda.device.detect import card_at
 from preheat.backends.cuda.matmul.config import ExpertsShape
+from preheat.backends.cuda.matmul.moe.experts import experts_forward
+from preheat.backends.cuda.matmul.moe.tuner import Bench
 from preheat.backends.cuda.matmul.rules import experts_rule
-from preheat.backends.cuda.moe import experts_forward
-from preheat.backends.cuda.moe_tuner import Bench
 from preheat.lora.adapter import adapted_modules, expert_modules
 from preheat.model.families import read_spec
 from preheat.ops.kinds import Scheme

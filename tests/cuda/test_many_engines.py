@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from preheat import LLM, SamplingParams
-from preheat.backends.cuda.streams import POOL_STREAMS
+from preheat.backends.cuda.device.streams import POOL_STREAMS
 from preheat.engine.loop import Loop
 from preheat.execution.pooler import Pooler
 from tests.cuda.test_engine import CONFIG, EAGER, ROOMY, TIGHT

@@ -12,17 +12,17 @@ pytest.importorskip("triton")
 
 from preheat.backends.base.layers import ExpertsWeights
 from preheat.backends.cuda.backend import CudaBackend
-from preheat.backends.cuda.graph import capture
-from preheat.backends.cuda.linear import apply
+from preheat.backends.cuda.device.graph import capture
 from preheat.backends.cuda.matmul.config import PLAIN, REFERENCE, ExpertsConfig, ExpertsShape, Tile, Wide
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
+from preheat.backends.cuda.matmul.linear import apply
+from preheat.backends.cuda.matmul.moe.experts import ExpertsLayer
+from preheat.backends.cuda.matmul.moe.route import arrange
+from preheat.backends.cuda.matmul.moe.tuner import TOKENS as TUNED
+from preheat.backends.cuda.matmul.moe.tuner import tune_experts
+from preheat.backends.cuda.matmul.prove import settle_experts
 from preheat.backends.cuda.matmul.tables import Table
 from preheat.backends.cuda.matmul.weights import PlainWeight
-from preheat.backends.cuda.moe import ExpertsLayer
-from preheat.backends.cuda.moe_route import arrange
-from preheat.backends.cuda.moe_tuner import TOKENS as TUNED
-from preheat.backends.cuda.moe_tuner import tune_experts
-from preheat.backends.cuda.prove import settle_experts
 from preheat.ops.kinds import Scheme
 from preheat.ops.moe import route, routed
 from preheat.ops.values import Routing

@@ -47,7 +47,7 @@ def test_every_path_agrees_and_two_boots_have_one_digest():
 
 @pytest.mark.parametrize("vocab", [1, 4096, 128_256])
 def test_digests_are_the_hosts(vocab):
-    from preheat.backends.cuda.digest import digest_rows
+    from preheat.backends.cuda.pointwise.digest import digest_rows
 
     logits = torch.randn(33, vocab, generator=torch.Generator().manual_seed(0))
     logits[3] = float("-inf")
@@ -56,7 +56,7 @@ def test_digests_are_the_hosts(vocab):
 
 def layout_of_the_batch(monkeypatch) -> None:
     """Plant a norm with a sum order that depends on the number of rows, through its number of warps."""
-    from preheat.backends.cuda import norm
+    from preheat.backends.cuda.pointwise import norm
 
     def launch(self, x, residual, out):
         size = x.shape[1]

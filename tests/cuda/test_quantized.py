@@ -16,8 +16,7 @@ pytest.importorskip("triton")
 
 from preheat import LLM, SamplingParams
 from preheat.backends.cuda.backend import CudaBackend
-from preheat.backends.cuda.device import card_at
-from preheat.backends.cuda.linear import apply
+from preheat.backends.cuda.device.detect import card_at
 from preheat.backends.cuda.matmul.config import (
     ExpertsConfig,
     ExpertsShape,
@@ -31,11 +30,12 @@ from preheat.backends.cuda.matmul.config import (
 )
 from preheat.backends.cuda.matmul.kernels import WIDE_FP8, KernelConfigs, candidates, rule
 from preheat.backends.cuda.matmul.layer import Layer
+from preheat.backends.cuda.matmul.linear import apply
+from preheat.backends.cuda.matmul.moe.experts import Apart, ExpertsLayer, experts_forward, with_biases
+from preheat.backends.cuda.matmul.prove import compile_kernels, differing, random_weight, settle
 from preheat.backends.cuda.matmul.weights import DeviceWeight, dequantized
-from preheat.backends.cuda.moe import Apart, ExpertsLayer, experts_forward, with_biases
-from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
-from preheat.backends.cuda.prove import compile_kernels, differing, random_weight, settle
-from preheat.backends.cuda.quantize import quantize_rows
+from preheat.backends.cuda.pointwise.norm import CudaNorm, QuantizedInput
+from preheat.backends.cuda.pointwise.quantize import quantize_rows
 from preheat.ops import quantization
 from preheat.ops.fp4 import nearest, powers
 from preheat.ops.kinds import Scheme

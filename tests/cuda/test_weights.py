@@ -7,8 +7,8 @@ import torch
 from safetensors.torch import save_file
 
 from preheat.backends.cuda.backend import CudaBackend
+from preheat.backends.cuda.device.upload import PIECE_BYTES, THREADS
 from preheat.backends.cuda.matmul.layer import Layer
-from preheat.backends.cuda.upload import PIECE_BYTES, THREADS
 from preheat.model.families import read_spec
 from preheat.model.formats import expected_tensors
 from preheat.model.loader import Reading, load_weights

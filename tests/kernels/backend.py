@@ -10,9 +10,9 @@ import torch
 from preheat import startup
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda.backend import CudaBackend
-from preheat.backends.cuda.lora import CudaAdapters
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
-from preheat.backends.cuda.sharing import CudaSharing
+from preheat.backends.cuda.matmul.lora.slots import CudaAdapters
+from preheat.backends.cuda.ranks.sharing import CudaSharing
 
 
 class InterpretedCuda(CudaBackend):

@@ -8,19 +8,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from preheat.backends.cuda.attention_shape import TOKENS, query_tokens
-from preheat.backends.cuda.attention_values import Latents, Pieces, Places, Rows, Workspace
-from preheat.backends.cuda.latent_attention import (
+from preheat.backends.cuda.attention.latent import (
     DECODE,
     PROMPT,
     VERIFY,
     latent_attention,
     least_work,
 )
-from preheat.backends.cuda.latent_few import FewConfig, few_rows_attention
-from preheat.backends.cuda.latent_rotary import turn_and_write
-from preheat.backends.cuda.paged_attention import AttentionConfig
-from preheat.backends.cuda.work import decode_work, prefill_tiles, query_tiles
+from preheat.backends.cuda.attention.latent_few import FewConfig, few_rows_attention
+from preheat.backends.cuda.attention.latent_rotary import turn_and_write
+from preheat.backends.cuda.attention.paged import AttentionConfig
+from preheat.backends.cuda.attention.shape import TOKENS, query_tokens
+from preheat.backends.cuda.attention.values import Latents, Pieces, Places, Rows, Workspace
+from preheat.backends.cuda.attention.work import decode_work, prefill_tiles, query_tiles
 from preheat.model.attention_specs import RopeSpec
 from preheat.model.rope import rope_table
 from preheat.ops.rotary import apply_rope_

@@ -8,8 +8,7 @@ import dataclasses
 import numpy as np
 import torch
 
-from preheat.backends.cuda.attention_values import Pieces, Places, Rows, Scores, Workspace
-from preheat.backends.cuda.paged_attention import (
+from preheat.backends.cuda.attention.paged import (
     AttentionConfig,
     decode_attention,
     prefill_attention,
@@ -17,8 +16,9 @@ from preheat.backends.cuda.paged_attention import (
     query_tile,
     verify_queries,
 )  # fmt: skip
-from preheat.backends.cuda.rotary import rope_and_write
-from preheat.backends.cuda.work import SPLIT, decode_work, prefill_tiles, query_tiles
+from preheat.backends.cuda.attention.rotary import rope_and_write
+from preheat.backends.cuda.attention.values import Pieces, Places, Rows, Scores, Workspace
+from preheat.backends.cuda.attention.work import SPLIT, decode_work, prefill_tiles, query_tiles
 from preheat.model.families.mpt import alibi_slopes
 from preheat.ops.float8 import round_to
 

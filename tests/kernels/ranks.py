@@ -14,7 +14,7 @@ from threading import Condition
 import torch
 from torch import Tensor
 
-from preheat.backends.cuda.collective import RankSums
+from preheat.backends.cuda.ranks.collective import RankSums
 
 
 class Turns:

@@ -5,8 +5,8 @@ import dataclasses
 import pytest
 import torch
 
-from preheat.backends.cuda import attention_hopper
-from preheat.backends.cuda.paged_attention import AttentionConfig, prefill_config
+from preheat.backends.cuda.attention import hopper as attention_hopper
+from preheat.backends.cuda.attention.paged import AttentionConfig, prefill_config
 from tests.kernels.paged import (
     Bucket,
     Pages,

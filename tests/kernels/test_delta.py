@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from preheat.backends.cuda import delta
-from preheat.backends.cuda.card import PORTABLE
-from preheat.backends.cuda.delta import Config
-from preheat.backends.cuda.gate import gated
+from preheat.backends.cuda.device.card import PORTABLE
 from preheat.backends.cuda.lacking import lacking
+from preheat.backends.cuda.pointwise.gate import gated
+from preheat.backends.cuda.recurrence import delta
+from preheat.backends.cuda.recurrence.delta import Config
 from preheat.core import StepStates
 from preheat.ops import gate
 from preheat.ops.delta import delta_rule

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from preheat import LLM, ModelError, llm
-from preheat.backends.cuda.work import prefill_tiles
+from preheat.backends.cuda.attention.work import prefill_tiles
 from tests.encoders import save_encoder
 from tests.kernels.backend import InterpretedCuda, boot_on
 
@@ -48,7 +48,7 @@ def test_an_encoder_has_the_vectors_of_the_cpu(family: str, tmp_path: Path, monk
     together = vectors(engine, TEXTS)
     assert all(np.allclose(one, other, atol=2e-5) for one, other in zip(together, right, strict=True))
     assert [each.tobytes() for each in together] == [vectors(engine, [ids])[0].tobytes() for ids in TEXTS]
-    causal = "preheat.backends.cuda.attention.prefill_tiles"
+    causal = "preheat.backends.cuda.attention.layers.prefill_tiles"
     monkeypatch.setattr(causal, lambda *step, sides: prefill_tiles(*step, sides=False))
     assert not np.allclose(vectors(engine, TEXTS[1:2])[0], right[1], atol=1e-3)
 

@@ -19,7 +19,7 @@ import pytest
 from benchmarks.common.adapter import write_adapter
 from preheat import LLM, LoRARequest, SamplingParams, StructuredOutputsParams, llm
 from preheat.backends.cuda.matmul.layer import Layer
-from preheat.backends.cuda.sampler import CudaSampler
+from preheat.backends.cuda.sampling.sampler import CudaSampler
 from preheat.execution.input_batch import Packer
 from preheat.frontend.outputs import Logprob, RequestOutput
 from preheat.lora.adapter import adapted_modules, expert_modules

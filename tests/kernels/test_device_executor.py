@@ -4,8 +4,8 @@ import numpy as np
 import pytest
 import torch
 
-from preheat.backends.cuda.graph import CudaGraphs
-from preheat.backends.cuda.sampler_layout import SamplerLayout
+from preheat.backends.cuda.device.graph import CudaGraphs
+from preheat.backends.cuda.sampling.layout import SamplerLayout
 from preheat.core import Request, SamplingParams
 from preheat.execution.build import Assembly, LoadedModel, build
 from preheat.execution.executor import Executor

@@ -33,7 +33,7 @@ def test_the_host_follows_the_definition(vocab):
 
 @pytest.mark.parametrize("vocab", [1, 4096, 4099])
 def test_the_kernel_agrees_with_the_host(vocab):
-    from preheat.backends.cuda.digest import MANY, digest_rows
+    from preheat.backends.cuda.pointwise.digest import MANY, digest_rows
 
     wide = rows_of(5, vocab + 3)
     rows = wide[1:, :vocab]  # a part of a larger matrix
@@ -43,7 +43,7 @@ def test_the_kernel_agrees_with_the_host(vocab):
 
 
 def test_logits_of_16_bits_have_the_digests_of_their_fp32():
-    from preheat.backends.cuda.digest import add_digests
+    from preheat.backends.cuda.pointwise.digest import add_digests
 
     for dtype in (torch.bfloat16, torch.float16):
         rows = rows_of(3, 9001).nan_to_num().to(dtype)
@@ -55,7 +55,7 @@ def test_logits_of_16_bits_have_the_digests_of_their_fp32():
 
 
 def test_the_sampler_of_a_gpu_fetches_the_digests_of_a_step():
-    from preheat.backends.cuda.sampler import CudaSampler
+    from preheat.backends.cuda.sampling.sampler import CudaSampler
     from preheat.core import Level
     from preheat.ops.sampling import SamplingInput
     from tests.device_sampling import backend_of

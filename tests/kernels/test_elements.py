@@ -3,12 +3,12 @@
 import pytest
 import torch
 
-from preheat.backends.cuda.activation import activate, cap, clip, scaled, silu_and_mul
-from preheat.backends.cuda.attention_values import Places
-from preheat.backends.cuda.embedding import embed, sum_rows, take_rows
-from preheat.backends.cuda.moe_shared import add_shared
-from preheat.backends.cuda.norm import CudaNorm
-from preheat.backends.cuda.rotary import rope_and_write
+from preheat.backends.cuda.attention.rotary import rope_and_write
+from preheat.backends.cuda.attention.values import Places
+from preheat.backends.cuda.matmul.moe.shared import add_shared
+from preheat.backends.cuda.pointwise.activation import activate, cap, clip, scaled, silu_and_mul
+from preheat.backends.cuda.pointwise.embedding import embed, sum_rows, take_rows
+from preheat.backends.cuda.pointwise.norm import CudaNorm
 from preheat.model.attention_specs import QueryGrowth, RopeSpec
 from preheat.model.rope import query_factors, rope_table
 from preheat.ops import activation, embedding, moe, pooling, rotary

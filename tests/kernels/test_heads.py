@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from preheat.backends.cuda import prove
+from preheat.backends.cuda.matmul import prove
 from preheat.backends.cuda.matmul.config import REFERENCE, Tile
 from preheat.backends.cuda.matmul.heads import HeadsLayer
 from preheat.backends.cuda.matmul.kernels import KernelConfigs

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base.layers import LayerContext
-from preheat.backends.cuda.collective import RankSums, add_ranks
 from preheat.backends.cuda.matmul.layer import Layer
-from preheat.backends.cuda.moe import ExpertsLayer
+from preheat.backends.cuda.matmul.moe.experts import ExpertsLayer
+from preheat.backends.cuda.ranks.collective import RankSums, add_ranks
 from preheat.ops.matmul import tree_sum
 from preheat.ops.proof import noise
 from preheat.ops.values import Routing

@@ -5,9 +5,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from preheat.backends.cuda import latent_attention, latent_few
-from preheat.backends.cuda.latent_few import FewConfig
-from preheat.backends.cuda.paged_attention import AttentionConfig
+from preheat.backends.cuda.attention import latent as latent_attention
+from preheat.backends.cuda.attention import latent_few
+from preheat.backends.cuda.attention.latent_few import FewConfig
+from preheat.backends.cuda.attention.paged import AttentionConfig
 from tests.kernels.latents import DECODE, FEW, PROMPT, VERIFY, LatentPages, Sizes
 
 SPLIT = 64  # more splits in short sequences

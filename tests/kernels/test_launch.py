@@ -4,7 +4,7 @@ import torch
 import triton
 import triton.language as tl
 
-from preheat.backends.cuda.launch import INTERPRETED, begin, options, overlap
+from preheat.backends.cuda.device.launch import INTERPRETED, begin, options, overlap
 
 
 @triton.jit

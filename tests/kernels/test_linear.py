@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.matmul.config import Tile
+from preheat.backends.cuda.matmul.linear import apply
 from preheat.backends.cuda.matmul.weights import PlainWeight
 from preheat.ops.activation import silu_and_mul
 from preheat.ops.proof import noise, signed_pairs

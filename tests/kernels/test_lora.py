@@ -13,14 +13,24 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from preheat.backends.base.layers import LayerContext, LayerWeights
-from preheat.backends.cuda import lora, lora_blocks, lora_expand, lora_shrink
-from preheat.backends.cuda.activation import silu_and_mul
-from preheat.backends.cuda.lora import Factors
-from preheat.backends.cuda.lora_blocks import BLOCK, LONG_BLOCK, STRETCH, most_blocks, write_blocks, write_stretches
-from preheat.backends.cuda.lora_expand import expand
-from preheat.backends.cuda.lora_shrink import shrink
 from preheat.backends.cuda.matmul.layer import Layer
-from preheat.backends.cuda.quantize import quantize_rows
+from preheat.backends.cuda.matmul.lora import blocks as lora_blocks
+from preheat.backends.cuda.matmul.lora import expand as lora_expand
+from preheat.backends.cuda.matmul.lora import shrink as lora_shrink
+from preheat.backends.cuda.matmul.lora import slots as lora
+from preheat.backends.cuda.matmul.lora.blocks import (
+    BLOCK,
+    LONG_BLOCK,
+    STRETCH,
+    most_blocks,
+    write_blocks,
+    write_stretches,
+)
+from preheat.backends.cuda.matmul.lora.expand import expand
+from preheat.backends.cuda.matmul.lora.shrink import shrink
+from preheat.backends.cuda.matmul.lora.slots import Factors
+from preheat.backends.cuda.pointwise.activation import silu_and_mul
+from preheat.backends.cuda.pointwise.quantize import quantize_rows
 from preheat.ops import matmul
 from preheat.ops.kinds import Scheme
 from preheat.ops.matmul import LowRankPair, add_delta, delta

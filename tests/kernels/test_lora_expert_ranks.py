@@ -16,10 +16,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from preheat.backends.base.layers import ExpertsWeights, LayerContext
-from preheat.backends.cuda import lora_routed, moe
-from preheat.backends.cuda.collective import RankSums
 from preheat.backends.cuda.matmul.config import ExpertsShape
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
+from preheat.backends.cuda.matmul.lora import routed as lora_routed
+from preheat.backends.cuda.matmul.moe import experts as moe
+from preheat.backends.cuda.ranks.collective import RankSums
 from preheat.ops import matmul
 from preheat.ops.matmul import NOTHING, LowRankPair, add_delta, delta, tree_sum
 from preheat.ops.moe import combine, route

@@ -15,9 +15,10 @@ import torch
 from preheat.backends.base.layers import ExpertsWeights, LayerContext
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cpu.quantized import parts_of
-from preheat.backends.cuda import lora_routed, moe
 from preheat.backends.cuda.matmul import weights as stored
 from preheat.backends.cuda.matmul.config import ExpertsConfig, Tile
+from preheat.backends.cuda.matmul.lora import routed as lora_routed
+from preheat.backends.cuda.matmul.moe import experts as moe
 from preheat.model.layers import MoeMlp, normed
 from preheat.ops import matmul, quantization
 from preheat.ops.kinds import Scheme

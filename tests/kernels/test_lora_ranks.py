@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base.layers import LayerContext
-from preheat.backends.cuda import lora, lora_shrink
-from preheat.backends.cuda.collective import RankSums
+from preheat.backends.cuda.matmul.lora import shrink as lora_shrink
+from preheat.backends.cuda.matmul.lora import slots as lora
+from preheat.backends.cuda.ranks.collective import RankSums
 from preheat.ops import matmul
 from preheat.ops.kinds import Scheme
 from preheat.ops.matmul import LowRankPair, add_delta, delta

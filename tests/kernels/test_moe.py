@@ -10,12 +10,12 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base.layers import ExpertsWeights, LayerContext
-from preheat.backends.cuda.collective import RankSums
-from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.matmul.config import ExpertsConfig, Tile
+from preheat.backends.cuda.matmul.linear import apply
+from preheat.backends.cuda.matmul.moe.experts import experts_forward
+from preheat.backends.cuda.matmul.moe.route import Arrangement, Scales, arrange, most_blocks
 from preheat.backends.cuda.matmul.weights import PlainWeight
-from preheat.backends.cuda.moe import experts_forward
-from preheat.backends.cuda.moe_route import Arrangement, Scales, arrange, most_blocks
+from preheat.backends.cuda.ranks.collective import RankSums
 from preheat.model.update import reset_state
 from preheat.ops.kinds import Scheme
 from preheat.ops.moe import route, routed

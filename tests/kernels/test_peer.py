@@ -16,13 +16,13 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base.layers import LayerContext
-from preheat.backends.cuda.collective import RankSums, Room, landings
 from preheat.backends.cuda.matmul import layer as matmul_layer
-from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
-from preheat.backends.cuda.peer import Launch, Peers, flags, run, slots
-from preheat.backends.cuda.peer_kernels import EACH, GATHER, GONE, SHARES
-from preheat.backends.cuda.peer_landed import add_landed
-from preheat.backends.cuda.peer_norm import sum_and_norm
+from preheat.backends.cuda.pointwise.norm import CudaNorm, QuantizedInput
+from preheat.backends.cuda.ranks.collective import RankSums, Room, landings
+from preheat.backends.cuda.ranks.peer import Launch, Peers, flags, run, slots
+from preheat.backends.cuda.ranks.peer_kernels import EACH, GATHER, GONE, SHARES
+from preheat.backends.cuda.ranks.peer_landed import add_landed
+from preheat.backends.cuda.ranks.peer_norm import sum_and_norm
 from preheat.ops.matmul import tree_sum
 from preheat.ops.proof import noise
 from tests import layers

@@ -9,16 +9,16 @@ from dataclasses import replace
 import pytest
 import torch
 
-from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.matmul.config import Expanded, ExpertsConfig, LinearShape, Tile
+from preheat.backends.cuda.matmul.linear import apply
+from preheat.backends.cuda.matmul.moe.experts import experts_forward
+from preheat.backends.cuda.matmul.moe.route import arrange
 from preheat.backends.cuda.matmul.mxfp4 import RAISED, _e2m1, mixed
+from preheat.backends.cuda.matmul.prove import random_weight as random_codes
+from preheat.backends.cuda.matmul.prove import refill
 from preheat.backends.cuda.matmul.weights import DeviceWeight, PlainWeight, can_be_shuffled, dequantized
-from preheat.backends.cuda.moe import experts_forward
-from preheat.backends.cuda.moe_route import arrange
-from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
-from preheat.backends.cuda.prove import random_weight as random_codes
-from preheat.backends.cuda.prove import refill
-from preheat.backends.cuda.quantize import quantize_rows
+from preheat.backends.cuda.pointwise.norm import CudaNorm, QuantizedInput
+from preheat.backends.cuda.pointwise.quantize import quantize_rows
 from preheat.model.layers import DenseMlp, MoeMlp, fused, normed
 from preheat.ops import fp4, quantization
 from preheat.ops.activation import silu_and_mul

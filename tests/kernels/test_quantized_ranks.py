@@ -11,12 +11,12 @@ from torch import Tensor
 
 from preheat.backends.base.layers import LayerContext
 from preheat.backends.cpu.backend import CpuBackend
-from preheat.backends.cuda.collective import RankSums
-from preheat.backends.cuda.linear import apply
 from preheat.backends.cuda.matmul.config import Expanded, reference
 from preheat.backends.cuda.matmul.kernels import rule
 from preheat.backends.cuda.matmul.layer import Layer
+from preheat.backends.cuda.matmul.linear import apply
 from preheat.backends.cuda.matmul.weights import DeviceWeight, dequantized
+from preheat.backends.cuda.ranks.collective import RankSums
 from preheat.ops import quantization
 from preheat.ops.kinds import Scheme
 from preheat.ops.matmul import tree_sum

@@ -12,9 +12,9 @@ import triton.language as tl
 from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
-from preheat.backends.cuda import sample
-from preheat.backends.cuda import sample_gumbel as sample_race
-from preheat.backends.cuda.sampler import Cut
+from preheat.backends.cuda.sampling import gumbel as sample_race
+from preheat.backends.cuda.sampling import shared as sample
+from preheat.backends.cuda.sampling.sampler import Cut
 from preheat.core import SamplingParams
 from preheat.ops.philox import MAX_SPREAD
 from tests.cpu.sampling_reference import Row

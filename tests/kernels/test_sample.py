@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from msgspec.structs import replace as changed
 
 from preheat.backends.cpu.backend import CpuBackend
-from preheat.backends.cuda import sample
-from preheat.backends.cuda.sampler import CudaSampler, Cut, DeviceCounts
+from preheat.backends.cuda.sampling import shared as sample
+from preheat.backends.cuda.sampling.sampler import CudaSampler, Cut, DeviceCounts
 from preheat.core import Level, SamplingParams, StructuredOutputsParams
 from preheat.execution import logit_stages
 from preheat.execution.logit_stages import sampling_input

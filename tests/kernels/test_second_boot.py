@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from preheat import LLM, llm
-from preheat.backends.cuda.sampler import CudaSampler
+from preheat.backends.cuda.sampling.sampler import CudaSampler
 from preheat.warmup.record import ItemRecord, Record
 from preheat.warmup.run import REPEATED
 from tests.kernels.backend import InterpretedCuda, boot_on

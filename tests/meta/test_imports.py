@@ -77,8 +77,8 @@ PARTS = sorted(BASE | set(RULE), key=len, reverse=True)
 WITHOUT_TORCH = (
     "server.", "frontend.", "grammar.", "schedule.", "kv_transfer.", "plan.", "transport.",
     "backends.cpu.facts", "backends.cuda.facts", "backends.hpu.facts",
-    "backends.hpu.detect", "backends.hpu.environment", "backends.cuda.early",
-    "backends.cuda.card", "backends.cuda.environment", "backends.cuda.lacking",
+    "backends.hpu.detect", "backends.hpu.environment", "backends.cuda.device.early",
+    "backends.cuda.device.card", "backends.cuda.environment", "backends.cuda.lacking",
     "engine.progress", "engine.loop", "engine.admission", "lora.service",
     "warmup.record", "warmup.page", "warmup.charts", "warmup.report",
     "warmup.dummy_requests",
@@ -114,7 +114,7 @@ def test_the_rule_can_fail():
     assert forbidden("core", "import preheat.llm") == {"llm"}
     assert forbidden("plan.cost", "from preheat.backends.base.facts import Facts") == set()
     assert forbidden("plan.cost", "from preheat.backends.cpu.backend import CpuBackend") == {"backends"}
-    assert forbidden("backends.cuda.linear", "from preheat.execution.executor import Executor") == {"execution"}
+    assert forbidden("backends.cuda.matmul.linear", "from preheat.execution.executor import Executor") == {"execution"}
     assert forbidden("ops.norm", "from preheat.settings import Settings") == {"settings"}
 
 
@@ -178,9 +178,9 @@ def test_an_engine_on_a_cpu_never_imports_triton():
 
 
 # Modules of kernels that only some models or commands use.
-LATE = {"delta", "delta_kernels", "latent_attention", "linear_hopper_fp8", "linear_hopper_small_m", "moe", "moe_route",
-        "lora_routed", "matmul.mxfp4_hopper", "peer", "peer_kernels", "peer_norm",
-        "tune"}  # fmt: skip
+LATE = {"recurrence.delta", "recurrence.kernels", "attention.latent", "matmul.hopper.large_m_fp8",
+        "matmul.hopper.small_m", "matmul.hopper.mxfp4_experts", "matmul.lora.routed", "matmul.moe.experts",
+        "matmul.moe.route", "ranks.peer", "ranks.peer_kernels", "ranks.peer_norm", "matmul.tune"}  # fmt: skip
 CUDA = """
 import sys, torch, preheat.boot, preheat.backends.cuda.backend
 print(*[name for name in sys.modules if name.startswith("preheat.backends.cuda.")])
@@ -194,7 +194,7 @@ def test_the_cuda_backend_loads_the_kernels_of_every_model_alone():
     modules, operations = done.stdout.splitlines()
     loaded = {name.removeprefix("preheat.backends.cuda.") for name in modules.split()}
     assert loaded & LATE == set()
-    assert loaded >= {"paged_attention", "norm", "matmul.layer"}
+    assert loaded >= {"attention.paged", "pointwise.norm", "matmul.layer"}
     assert operations == "False"  # a compiler alone needs operations of torch
 
 
@@ -241,7 +241,7 @@ def test_graphs_are_captured_in_one_place():
 
     One capture on another stream, as `torch.cuda.graph` does it, slows down all later graphs.
     """
-    assert [name_of(path) for path in MODULES if CAPTURES.search(path.read_text())] == ["backends.cuda.graph"]
+    assert [name_of(path) for path in MODULES if CAPTURES.search(path.read_text())] == ["backends.cuda.device.graph"]
     assert CAPTURES.search("with torch.cuda.graph(g): ...")
 
 

@@ -52,7 +52,7 @@ ELSEWHERE = {
     "utils.memory": "the system",
     "utils.processors": "the system",
     "warmup.store": "the system",
-    "backends.cuda.device": "the system",
+    "backends.cuda.device.detect": "the system",
     "backends.cpu.environment": "the system",
     "backends.cuda.environment": "the system",
     "backends.cuda.matmul.tables": "tables of the package",

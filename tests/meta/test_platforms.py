@@ -60,7 +60,7 @@ def test_no_platform_is_named_outside_of_backends(trees):
     [
         'if name == "cuda": ...', 'table = {"hpu": 1}', "x.is_cuda", "x.device.type", "device.type",
         "torch.cuda.Stream()", "torch.backends.cuda.matmul", "import torch.cuda", "from torch.cuda import graph",
-        "from preheat.backends.cuda.graph import capture", 'device = torch.device("cpu")',
+        "from preheat.backends.cuda.device.graph import capture", 'device = torch.device("cpu")',
     ],
 )  # fmt: skip
 def test_the_walk_finds_a_planted_platform(line):

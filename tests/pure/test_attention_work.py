@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preheat.backends.cuda.work import BEHIND, decode_work, prefill_tiles, steady_steps
+from preheat.backends.cuda.attention.work import BEHIND, decode_work, prefill_tiles, steady_steps
 
 
 @pytest.mark.parametrize("window", [None, 1, 100, 256])

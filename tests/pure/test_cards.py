@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from preheat.backends.cuda import device, environment
-from preheat.backends.cuda.card import CARDS, HOPPER, NEEDED, card_of, experience, unknown
+from preheat.backends.cuda import environment
+from preheat.backends.cuda.device import detect as device
+from preheat.backends.cuda.device.card import CARDS, HOPPER, NEEDED, card_of, experience, unknown
 from preheat.backends.cuda.lacking import lacking
 from preheat.backends.cuda.matmul.config import (
     Expanded,

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from benchmarks.common.shapes import SHAPES as CONFIGS
 from preheat.backends.base.backend import TuneRequest
-from preheat.backends.cuda.card import CARDS
+from preheat.backends.cuda.device.card import CARDS
 from preheat.backends.cuda.matmul.config import (
     FP8_REFERENCE,
     PROCESSORS,
@@ -377,7 +377,7 @@ def test_guesses_for_codes_fit_into_shared_memory(dtype, code, group, zeros, num
 
 @pytest.mark.parametrize("tokens", [1, 3, 8, 100, 1000, 8192])
 def test_the_tuner_tries_tiles_that_fit_experts(tokens, monkeypatch):
-    from preheat.backends.cuda import moe_tuner
+    from preheat.backends.cuda.matmul.moe import tuner as moe_tuner
 
     monkeypatch.setattr(moe_tuner, "fits", lambda shape: True)
     shape = ExpertsShape(128, 2048, 768, 8, torch.bfloat16)
@@ -395,7 +395,8 @@ def test_the_tuner_tries_tiles_that_fit_experts(tokens, monkeypatch):
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "qwen3-30b-a3b"])
 def test_experts_are_timed_with_their_biases_and_activation(name, monkeypatch):
     """The tuner runs the launches of the model's experts: a bias of each layer, and the activation of the first."""
-    from preheat.backends.cuda import moe_tuner, tune
+    from preheat.backends.cuda.matmul import tune
+    from preheat.backends.cuda.matmul.moe import tuner as moe_tuner
 
     values = [value for _, value in values_of(read_spec(CONFIGS[name]), "bfloat16") if isinstance(value, Experts)]
     asked, ran = list[tuple](), list[tuple]()

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preheat.backends.cuda.card import HOPPER
+from preheat.backends.cuda.device.card import HOPPER
 from preheat.backends.cuda.lacking import lacking
 from preheat.errors import ModelError, SettingsError
 from preheat.limits import resolve_limits

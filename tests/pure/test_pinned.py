@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from preheat.backends.cuda.pinned import ALIGNMENT, PIECE_BYTES, PinnedPieces
+from preheat.backends.cuda.device.pinned import ALIGNMENT, PIECE_BYTES, PinnedPieces
 
 SIZES = st.one_of(st.integers(0, 5000), st.integers(PIECE_BYTES // 2 - 300, PIECE_BYTES + 2))
 

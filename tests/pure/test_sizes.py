@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 
 import triton
 
-from preheat.backends.cuda.sizes import cdiv, next_power_of_2
+from preheat.backends.cuda.device.sizes import cdiv, next_power_of_2
 
 
 @given(st.integers(0, 1 << 31), st.integers(1, 1 << 20))

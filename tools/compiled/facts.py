@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from contextlib import redirect_stdout
 from typing import Any
 
-from preheat.backends.cuda.card import Capability, Card
+from preheat.backends.cuda.device.card import Capability, Card
 from tools.oracles.card import Launch
 
 SECONDS = 300

@@ -19,27 +19,26 @@ import torch
 from torch import Tensor
 
 from preheat.backends.cpu.backend import CpuBackend
-from preheat.backends.cuda import attention_hopper
-from preheat.backends.cuda import latent_attention as latent
-from preheat.backends.cuda import paged_attention as paged
-from preheat.backends.cuda.activation import activate, clip, silu_and_mul
-from preheat.backends.cuda.attention_values import Latents, Pieces, Places, Rows, Scores, Workspace
-from preheat.backends.cuda.card import Card as Hardware
-from preheat.backends.cuda.collective import add_ranks
-from preheat.backends.cuda.delta import CudaRecurrences
-from preheat.backends.cuda.digest import digest_rows
-from preheat.backends.cuda.embedding import embed, sum_rows, take_rows
-from preheat.backends.cuda.gate import gated
+from preheat.backends.cuda.attention import hopper as attention_hopper
+from preheat.backends.cuda.attention import latent, paged
+from preheat.backends.cuda.attention.latent_few import few_rows_attention
+from preheat.backends.cuda.attention.latent_rotary import turn_and_write
+from preheat.backends.cuda.attention.rotary import rope_and_write
+from preheat.backends.cuda.attention.values import Latents, Pieces, Places, Rows, Scores, Workspace
+from preheat.backends.cuda.device.card import Card as Hardware
 from preheat.backends.cuda.lacking import lacking
-from preheat.backends.cuda.latent_few import few_rows_attention
-from preheat.backends.cuda.latent_rotary import turn_and_write
 from preheat.backends.cuda.matmul.heads import HeadsLayer
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
-from preheat.backends.cuda.moe_shared import add_shared
-from preheat.backends.cuda.norm import CudaNorm, QuantizedInput
-from preheat.backends.cuda.quantize import quantize_rows, silu_and_quantize
-from preheat.backends.cuda.rotary import rope_and_write
-from preheat.backends.cuda.sampler import CudaSampler
+from preheat.backends.cuda.matmul.moe.shared import add_shared
+from preheat.backends.cuda.pointwise.activation import activate, clip, silu_and_mul
+from preheat.backends.cuda.pointwise.digest import digest_rows
+from preheat.backends.cuda.pointwise.embedding import embed, sum_rows, take_rows
+from preheat.backends.cuda.pointwise.gate import gated
+from preheat.backends.cuda.pointwise.norm import CudaNorm, QuantizedInput
+from preheat.backends.cuda.pointwise.quantize import quantize_rows, silu_and_quantize
+from preheat.backends.cuda.ranks.collective import add_ranks
+from preheat.backends.cuda.recurrence.delta import CudaRecurrences
+from preheat.backends.cuda.sampling.sampler import CudaSampler
 from preheat.core import Level
 from preheat.limits import Limits
 from preheat.ops.delta import DeltaWeights

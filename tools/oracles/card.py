@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 
-from preheat.backends.cuda.card import CARDS, Capability
+from preheat.backends.cuda.device.card import CARDS, Capability
 
 META = torch.device("meta")
 CAPABILITY, NAME = (9, 0), "NVIDIA H200"
@@ -137,7 +137,8 @@ def target(capability: Capability) -> GPUTarget:
 def card(capability: Capability = CAPABILITY) -> Iterator[None]:
     """Simulate a GPU of ``capability`` on the device "meta" for the whole process."""
     from preheat.backends import cuda
-    from preheat.backends.cuda import device, hopper, launch
+    from preheat.backends.cuda.device import detect as device
+    from preheat.backends.cuda.device import hopper, launch
 
     for each in pkgutil.walk_packages(cuda.__path__, f"{cuda.__name__}."):
         importlib.import_module(each.name)  # all of them are patched

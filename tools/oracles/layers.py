@@ -13,12 +13,9 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base.layers import Embedding, ExpertsWeights, LayerContext, LayerWeights
-from preheat.backends.cuda import card as hardware
 from preheat.backends.cuda.backend import CudaBackend
-from preheat.backends.cuda.card import HOPPER
-from preheat.backends.cuda.collective import RankSums
-from preheat.backends.cuda.linear import apply
-from preheat.backends.cuda.lora import CudaAdapters
+from preheat.backends.cuda.device import card as hardware
+from preheat.backends.cuda.device.card import HOPPER
 from preheat.backends.cuda.matmul.config import (
     Expanded,
     ExpertsConfig,
@@ -30,10 +27,13 @@ from preheat.backends.cuda.matmul.config import (
     reference,
 )
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
+from preheat.backends.cuda.matmul.linear import apply
+from preheat.backends.cuda.matmul.lora.slots import CudaAdapters
+from preheat.backends.cuda.matmul.moe.experts import experts_forward
 from preheat.backends.cuda.matmul.tables import tables_for
 from preheat.backends.cuda.matmul.weights import DeviceWeight, PlainWeight
-from preheat.backends.cuda.moe import experts_forward
-from preheat.backends.cuda.sharing import CudaSharing
+from preheat.backends.cuda.ranks.collective import RankSums
+from preheat.backends.cuda.ranks.sharing import CudaSharing
 from preheat.ops.kinds import Scheme
 from preheat.ops.quantization import QuantizedWeight, empty_weight
 from preheat.ops.values import (

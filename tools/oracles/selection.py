@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from preheat.backends.cuda.card import HOPPER
+from preheat.backends.cuda.device.card import HOPPER
 from preheat.backends.cuda.matmul.config import (
     ExpertsShape,
     LinearShape,

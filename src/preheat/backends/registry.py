@@ -51,7 +51,7 @@ def wake(device: str, rank: int = 0) -> None:
     ``rank`` is the number of the device among the devices that the process sees.
     """
     if device in (AUTO, CUDA.name):
-        from preheat.backends.cuda.early import wake_gpu
+        from preheat.backends.cuda.device.early import wake_gpu
 
         wake_gpu(rank)
 
@@ -59,7 +59,7 @@ def wake(device: str, rank: int = 0) -> None:
 def rest(device: str) -> None:
     """End the processes that only a boot needs; :func:`wake` and the boot started them."""
     if device in (AUTO, CUDA.name):
-        from preheat.backends.cuda import early
+        from preheat.backends.cuda.device import early
 
         early.rest()
 
@@ -75,10 +75,10 @@ def pick_backend(device: str, rank: int = 0) -> Backend:
 
         return HpuBackend()
     if device != CPU.name:
-        from preheat.backends.cuda.device import has_gpu, obstacle
+        from preheat.backends.cuda.device.detect import has_gpu, obstacle
 
         if (reason := obstacle(rank)) is None:
-            from preheat.backends.cuda.kernel_keys import hash_triton
+            from preheat.backends.cuda.device.kernel_keys import hash_triton
 
             hash_triton()
             from preheat.backends.cuda.backend import CudaBackend

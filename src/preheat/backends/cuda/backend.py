@@ -1,9 +1,9 @@
-"""The CUDA backend: one NVIDIA GPU of a kind in the table of cards (:mod:`preheat.backends.cuda.card`).
+"""The CUDA backend: one NVIDIA GPU of a kind in the table of cards (:mod:`preheat.backends.cuda.device.card`).
 
 A rank takes the visible GPU with its own number. To import this module is to import Triton, and takes a second:
-:mod:`preheat.backends.cuda.device` tells first whether the backend can run. Triton reads the source of every kernel at
-import. So methods that boots call import the kernels of experts and of recurrences, and methods that steps call import
-nothing.
+:mod:`preheat.backends.cuda.device.detect` tells first whether the backend can run. Triton reads the source of every
+kernel at import. So methods that boots call import the kernels of experts and of recurrences, and methods that steps
+call import nothing.
 """
 
 from __future__ import annotations
@@ -27,32 +27,32 @@ from preheat.backends.base.device import DeviceEvent, StepCounter
 from preheat.backends.base.facts import Mode
 from preheat.backends.base.layers import ALONE, ExpertsWeights, LayerContext, LayerWeights, Region
 from preheat.backends.cold import DYNAMO_COUNTERS, Watched
-from preheat.backends.cuda.attention import CudaAttention
-from preheat.backends.cuda.card import experience, text
-from preheat.backends.cuda.closing import KINDS, BlockNorm
+from preheat.backends.cuda.attention.layers import CudaAttention
 from preheat.backends.cuda.cold import COLD_SOURCES
-from preheat.backends.cuda.compiling import compiling
-from preheat.backends.cuda.device import card_at, driver_version, fix_arithmetic, obstacle
-from preheat.backends.cuda.digest import digest_rows
-from preheat.backends.cuda.embedding import embed, sum_rows, take_rows
+from preheat.backends.cuda.device.card import experience, text
+from preheat.backends.cuda.device.compiling import compiling
+from preheat.backends.cuda.device.detect import card_at, driver_version, fix_arithmetic, obstacle
+from preheat.backends.cuda.device.graph import CudaGraphs, Pool
+from preheat.backends.cuda.device.memory import VirtualMemory
+from preheat.backends.cuda.device.streams import CudaEvent, own_stream
+from preheat.backends.cuda.device.upload import Upload
 from preheat.backends.cuda.facts import FACTS
-from preheat.backends.cuda.gate import gated
-from preheat.backends.cuda.graph import CudaGraphs, Pool
 from preheat.backends.cuda.lacking import lacking, lacking_terms
-from preheat.backends.cuda.lora import CudaAdapters
 from preheat.backends.cuda.matmul.config import LinearShape
 from preheat.backends.cuda.matmul.heads import HeadsLayer
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.layer import Embedding, Layer
+from preheat.backends.cuda.matmul.lora.slots import CudaAdapters
+from preheat.backends.cuda.matmul.moe.shared import add_shared
+from preheat.backends.cuda.matmul.prove import launch, launch_experts, settle, settle_experts, settle_heads
 from preheat.backends.cuda.matmul.tables import tables_for
-from preheat.backends.cuda.memory import VirtualMemory
-from preheat.backends.cuda.moe_shared import add_shared
-from preheat.backends.cuda.norm import CudaNorm
-from preheat.backends.cuda.prove import launch, launch_experts, settle, settle_experts, settle_heads
-from preheat.backends.cuda.sampler import CudaSampler
-from preheat.backends.cuda.sharing import CudaSharing
-from preheat.backends.cuda.streams import CudaEvent, own_stream
-from preheat.backends.cuda.upload import Upload
+from preheat.backends.cuda.pointwise.closing import KINDS, BlockNorm
+from preheat.backends.cuda.pointwise.digest import digest_rows
+from preheat.backends.cuda.pointwise.embedding import embed, sum_rows, take_rows
+from preheat.backends.cuda.pointwise.gate import gated
+from preheat.backends.cuda.pointwise.norm import CudaNorm
+from preheat.backends.cuda.ranks.sharing import CudaSharing
+from preheat.backends.cuda.sampling.sampler import CudaSampler
 from preheat.backends.support import supports
 from preheat.errors import SettingsError
 from preheat.limits import Limits
@@ -62,8 +62,8 @@ from preheat.ops.values import Experts, Matmul, Ok, Recurrence, Refused, Support
 from preheat.settings import Settings
 
 if TYPE_CHECKING:
-    from preheat.backends.cuda.delta import CudaRecurrences
-    from preheat.backends.cuda.moe import ExpertsLayer
+    from preheat.backends.cuda.matmul.moe.experts import ExpertsLayer
+    from preheat.backends.cuda.recurrence.delta import CudaRecurrences
 
 logger = logging.getLogger(__name__)
 
@@ -236,7 +236,7 @@ class CudaBackend:
         settle_heads(_of(HeadsLayer, given), invariant=self._configs.invariant)
 
     def tune(self, request: TuneRequest) -> str:
-        from preheat.backends.cuda.tune import tune_layers
+        from preheat.backends.cuda.matmul.tune import tune_layers
 
         return tune_layers(request, self.device)
 
@@ -263,7 +263,7 @@ class CudaBackend:
         return Layer(value, weights, self._configs, self.device, context)
 
     def experts(self, value: Experts, weights: ExpertsWeights, context: LayerContext = ALONE) -> base.ExpertsLayer:
-        from preheat.backends.cuda.moe import ExpertsLayer
+        from preheat.backends.cuda.matmul.moe.experts import ExpertsLayer
 
         return ExpertsLayer(value, weights, self._configs, self.device, context)
 
@@ -299,12 +299,12 @@ class CudaBackend:
         return recur_of(value)
 
     def recurrences(self, limits: Limits) -> CudaRecurrences:
-        from preheat.backends.cuda.delta import CudaRecurrences
+        from preheat.backends.cuda.recurrence.delta import CudaRecurrences
 
         return CudaRecurrences(limits, self)
 
     def tape_bytes(self, value: Recurrence) -> int:
-        from preheat.backends.cuda.delta import tape_bytes
+        from preheat.backends.cuda.recurrence.delta import tape_bytes
 
         return tape_bytes(value)
 

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from preheat.backends.cuda.card import Capability, card_of, experience, unknown
+from preheat.backends.cuda.device.card import Capability, card_of, experience, unknown
 from preheat.utils.finding import Finding
 
 MIN_DRIVER = 580

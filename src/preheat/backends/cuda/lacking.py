@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from preheat.backends.cuda.card import Card, refused
+from preheat.backends.cuda.device.card import Card, refused
 from preheat.backends.support import matmuls
 from preheat.ops.values import Cache, Experts, Recurrence, Value
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from preheat.backends.cuda.launch import overlap
+from preheat.backends.cuda.device.launch import overlap
 from preheat.backends.cuda.matmul.config import Tile
 from preheat.backends.cuda.matmul.products import plain
 from preheat.backends.cuda.matmul.weights import STEP, Weight

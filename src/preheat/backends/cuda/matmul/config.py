@@ -7,7 +7,7 @@ from typing import ClassVar, Literal, NamedTuple
 import msgspec
 import torch
 
-from preheat.backends.cuda.card import HOPPER
+from preheat.backends.cuda.device.card import HOPPER
 from preheat.ops.kinds import Scheme
 from preheat.ops.values import Experts, Matmul
 
@@ -68,8 +68,8 @@ class ExpertsShape(NamedTuple):
 class Tile(msgspec.Struct, frozen=True, omit_defaults=True):
     """The Triton kernel with tiles of ``outputs`` x ``rows``, ``inputs`` deep.
 
-    ``bulk``: the copy engine loads them. :mod:`preheat.backends.cuda.linear_hopper_small_m` is then the kernel of
-    quantized weights, and :mod:`preheat.backends.cuda.matmul.mxfp4_hopper` that of experts in MXFP4.
+    ``bulk``: the copy engine loads them. :mod:`preheat.backends.cuda.matmul.hopper.small_m` is then the kernel of
+    quantized weights, and :mod:`preheat.backends.cuda.matmul.hopper.mxfp4_experts` that of experts in MXFP4.
     """
 
     outputs: int
@@ -90,8 +90,8 @@ class Tile(msgspec.Struct, frozen=True, omit_defaults=True):
 class Wide(msgspec.Struct, frozen=True):
     """The kernel for many rows on Hopper, with tiles of ``outputs`` x ``rows``.
 
-    It is in :mod:`preheat.backends.cuda.linear_hopper`. ``outputs`` are rows of W: gates and ups both count. A tile has
-    at most 128 outputs for 256 rows, and 256 outputs for 128 rows.
+    It is in :mod:`preheat.backends.cuda.matmul.hopper.large_m`. ``outputs`` are rows of W: gates and ups both count. A
+    tile has at most 128 outputs for 256 rows, and 256 outputs for 128 rows.
     """
 
     outputs: int
@@ -210,13 +210,13 @@ def experts_shape_of(value: Experts) -> ExpertsShape:
 
 
 def fits_wide(shape: LinearShape) -> bool:
-    """Whether :mod:`preheat.backends.cuda.linear_hopper` does for a layer, on Hopper."""
+    """Whether :mod:`preheat.backends.cuda.matmul.hopper.large_m` does for a layer, on Hopper."""
     whole = shape.inputs % 8 == shape.columns % 8 == 0  # rows of whole 16 bytes, for TMA
     return shape.scheme is None and shape.dtype.itemsize == 2 and whole
 
 
 def fits_streamed(shape: ExpertsShape) -> bool:
-    """Whether :mod:`preheat.backends.cuda.matmul.mxfp4_hopper` does for experts, on Hopper."""
+    """Whether :mod:`preheat.backends.cuda.matmul.hopper.mxfp4_experts` does for experts, on Hopper."""
     whole = shape.hidden % 64 == shape.inner % 64 == 0  # pieces of rows, and eights of outputs, for TMA
     return shape.scheme is not None and shape.scheme.powers and shape.dtype == torch.bfloat16 and whole
 
@@ -233,7 +233,7 @@ def without_unaligned_copies(config: Tile | Wide | Expanded, shape: LinearShape)
 
 
 def wide_float8(shape: LinearShape) -> bool:
-    """Whether :mod:`preheat.backends.cuda.linear_hopper_fp8` does for a layer, on Hopper."""
+    """Whether :mod:`preheat.backends.cuda.matmul.hopper.large_m_fp8` does for a layer, on Hopper."""
     return (
         shape.scheme is not None
         and shape.scheme.activations in ("token", "static")
@@ -258,7 +258,7 @@ def may_be_shuffled(scheme: Scheme, outputs: int, inputs: int, dtype: torch.dtyp
 
 
 def fits_small_m(shape: LinearShape) -> bool:
-    """Whether :mod:`preheat.backends.cuda.linear_hopper_small_m` does for a layer, on Hopper."""
+    """Whether :mod:`preheat.backends.cuda.matmul.hopper.small_m` does for a layer, on Hopper."""
     return shape.shuffled or (wide_float8(shape) and shape.outputs % 16 == shape.inputs % 128 == 0)
 
 

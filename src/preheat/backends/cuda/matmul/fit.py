@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from msgspec.structs import replace
 
-from preheat.backends.cuda.card import Card
+from preheat.backends.cuda.device.card import Card
 from preheat.backends.cuda.matmul.config import (
     Expanded,
     ExpertsConfig,

@@ -3,8 +3,8 @@
 Contract. Every output is a sum of products over the inputs, in order, in one fp32 accumulator. Where the inputs are cut
 into splits, each split has its own accumulator, and the splits are added in a tree (:mod:`preheat.ops.matmul`). The
 bias is added in fp32. One rounding to the dtype follows. Gated: the first half of W's rows are gates, the second half
-ups; both are rounded like any output, then combined by :func:`preheat.backends.cuda.elementwise.combined`. So the bits
-of a row depend neither on the number of rows nor on tiles or warps: tiles only assign outputs to programs.
+ups; both are rounded like any output, then combined by :func:`preheat.backends.cuda.pointwise.elementwise.combined`. So
+the bits of a row depend neither on the number of rows nor on tiles or warps: tiles only assign outputs to programs.
 
 Three functions are constants of the kernel. The map pairs rows with matrices: all rows with one, or the rows of an
 expert with its own. The product multiplies a tile over one split, see :mod:`preheat.backends.cuda.matmul.products`. The
@@ -22,19 +22,19 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from preheat.backends.cuda.device import card_at
-from preheat.backends.cuda.elementwise import combined
-from preheat.backends.cuda.launch import INTERPRETED, begin, options
+from preheat.backends.cuda.device.detect import card_at
+from preheat.backends.cuda.device.launch import INTERPRETED, begin, options
 from preheat.backends.cuda.matmul.ahead import ask, asked
 from preheat.backends.cuda.matmul.config import Tile, whole_groups
 from preheat.backends.cuda.matmul.maps import Cut, Routed, RoutedForm, all_rows, all_rows_masked, by_expert, programs
 from preheat.backends.cuda.matmul.products import Codes, CodesForm, Float8, Float8Form, Plain, codes, float8, plain
 from preheat.backends.cuda.matmul.weights import STEP, DeviceWeight, PlainWeight, Weight, layout
+from preheat.backends.cuda.pointwise.elementwise import combined
 from preheat.ops.kinds import Activation
 from preheat.ops.quantization import QuantizedRows
 
 if TYPE_CHECKING:
-    from preheat.backends.cuda.moe_route import Arrangement
+    from preheat.backends.cuda.matmul.moe.route import Arrangement
 
 Gated = bool | Activation
 """Whether outputs are gates and ups: the activation that combines them, or True for silu(gate) * up."""

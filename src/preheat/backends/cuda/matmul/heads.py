@@ -14,13 +14,13 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preheat.backends.cuda.launch import begin, options
+from preheat.backends.cuda.device.launch import begin, options
+from preheat.backends.cuda.device.sizes import cdiv, next_power_of_2
 from preheat.backends.cuda.matmul.ahead import ask, asked_plain
 from preheat.backends.cuda.matmul.config import Tile, shape_of
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
 from preheat.backends.cuda.matmul.maps import Cut, corner
 from preheat.backends.cuda.matmul.products import plain
-from preheat.backends.cuda.sizes import cdiv, next_power_of_2
 from preheat.ops.values import Matmul
 
 

@@ -1,7 +1,8 @@
 """The table of kernels of linear layers, and the choice of a kernel. No Triton.
 
 A row says whether a kernel serves a layer, guesses its tiles if no measurement knows the layer, and lists candidates
-for measurements. The rule, the tuner and the proof walk these rows; :mod:`preheat.backends.cuda.linear` launches them.
+for measurements. The rule, the tuner and the proof walk these rows; :mod:`preheat.backends.cuda.matmul.linear` launches
+them.
 """
 
 from __future__ import annotations
@@ -13,7 +14,8 @@ from typing import NamedTuple, TypeVar
 
 import torch
 
-from preheat.backends.cuda.card import PORTABLE, Card, card_of
+from preheat.backends.cuda.device.card import PORTABLE, Card, card_of
+from preheat.backends.cuda.device.sizes import next_power_of_2
 from preheat.backends.cuda.matmul.config import (
     REFERENCE,
     SHARED_BYTES,
@@ -53,7 +55,6 @@ from preheat.backends.cuda.matmul.rules import (
     wide_split,
 )
 from preheat.backends.cuda.matmul.tables import Table, tables_for
-from preheat.backends.cuda.sizes import next_power_of_2
 
 OWN_ROWS = 64
 """Up to so many rows, layers with adapters use our kernels even if cuBLAS is a little faster: rows shrink beside our

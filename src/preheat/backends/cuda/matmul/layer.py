@@ -1,10 +1,10 @@
 """The linear layer of a value on CUDA: product, terms, exchange between ranks, and finish.
 
-Terms. Rows shrink (:mod:`preheat.backends.cuda.lora_shrink`) beside the layer's own product: it does not read the
-result. Behind both they are expanded (:mod:`preheat.backends.cuda.lora_expand`), and the activation is applied. Rows
-without an adapter get nothing added. The memory of a term is taken before the memory of the product, because kernels
-begin before the kernels ahead of them have ended. The number of outputs changes no bit of a term: a sum is a part of
-the inputs, or a tile of ranks, in the order of the matrix unit, whatever else is in the launch.
+Terms. Rows shrink (:mod:`preheat.backends.cuda.matmul.lora.shrink`) beside the layer's own product: it does not read
+the result. Behind both they are expanded (:mod:`preheat.backends.cuda.matmul.lora.expand`), and the activation is
+applied. Rows without an adapter get nothing added. The memory of a term is taken before the memory of the product,
+because kernels begin before the kernels ahead of them have ended. The number of outputs changes no bit of a term: a sum
+is a part of the inputs, or a tile of ranks, in the order of the matrix unit, whatever else is in the launch.
 
 Ranks. If ranks share the inputs of a layer, each rank adds its own splits, and the ranks exchange the fp32 sums. Shrunk
 rows lie ahead of the sums in memory, so one exchange moves both. Every rank expands all outputs.
@@ -19,18 +19,18 @@ import torch
 from torch import Tensor
 
 from preheat.backends.base.layers import ALONE, FusedInput, LayerContext, LayerWeights, Norm
-from preheat.backends.cuda.activation import activate, cap, clip, scaled
-from preheat.backends.cuda.collective import Carrier, Landing, RankSums, add_ranks
-from preheat.backends.cuda.hopper import is_hopper
-from preheat.backends.cuda.linear import apply
-from preheat.backends.cuda.lora import Factors
-from preheat.backends.cuda.lora_blocks import BLOCK, Blocks, CudaAdapterRows
-from preheat.backends.cuda.lora_expand import Expansion, expand
+from preheat.backends.cuda.device.hopper import is_hopper
 from preheat.backends.cuda.matmul.config import KernelConfig, LinearShape, rows_at_once, shape_of
 from preheat.backends.cuda.matmul.kernels import KernelConfigs
+from preheat.backends.cuda.matmul.linear import apply
+from preheat.backends.cuda.matmul.lora.blocks import BLOCK, Blocks, CudaAdapterRows
+from preheat.backends.cuda.matmul.lora.expand import Expansion, expand
+from preheat.backends.cuda.matmul.lora.slots import Factors
 from preheat.backends.cuda.matmul.weights import DeviceWeight, PlainWeight, Weight, can_be_shuffled
-from preheat.backends.cuda.norm import CudaNorm, QuantizedInput, normed_rows
-from preheat.backends.cuda.quantize import quantize_parts
+from preheat.backends.cuda.pointwise.activation import activate, cap, clip, scaled
+from preheat.backends.cuda.pointwise.norm import CudaNorm, QuantizedInput, normed_rows
+from preheat.backends.cuda.pointwise.quantize import quantize_parts
+from preheat.backends.cuda.ranks.collective import Carrier, Landing, RankSums, add_ranks
 from preheat.backends.layer import stored_among
 from preheat.ops.quantization import QuantizedRows, QuantizedWeight, plain_rows
 from preheat.ops.values import Matmul, SumOrder

@@ -26,7 +26,7 @@ class Cut(NamedTuple):
 
 
 class Routed(NamedTuple):
-    """Tensors of the rows of experts, see :class:`preheat.backends.cuda.moe_route.Arrangement`.
+    """Tensors of the rows of experts, see :class:`preheat.backends.cuda.matmul.moe.route.Arrangement`.
 
     A split of y has ``numbers`` numbers.
     """

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.language.extra.cuda import num_warps
 
-from preheat.backends.cuda.launch import multiplied_by_warp_groups
+from preheat.backends.cuda.device.launch import multiplied_by_warp_groups
 
 RAISED: tl.constexpr = tl.constexpr(126)
 """By so much the bytes of exponents are greater than e8m0: a byte is then the exponent of a number of bfloat16 that

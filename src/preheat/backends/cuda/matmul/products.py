@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from preheat.backends.cuda.launch import COMPILED
+from preheat.backends.cuda.device.launch import COMPILED
 from preheat.backends.cuda.matmul.mxfp4 import lying, powers_decoded
 from preheat.backends.cuda.matmul.weights import STEP, codes_at, decoded, nibbles, of_nibbles, scales_of
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 from msgspec.structs import replace
 
-from preheat.backends.cuda.card import PORTABLE, Card
+from preheat.backends.cuda.device.card import PORTABLE, Card
+from preheat.backends.cuda.device.sizes import next_power_of_2
 from preheat.backends.cuda.matmul.config import (
     PLAIN,
     PROCESSORS,
@@ -27,7 +28,6 @@ from preheat.backends.cuda.matmul.config import (
     without_unaligned_copies,
 )
 from preheat.backends.cuda.matmul.fit import fitted_experts
-from preheat.backends.cuda.sizes import next_power_of_2
 
 FEW_ROWS = 33
 """Few rows for cuBLAS that may not cut the inputs into parts. Below this bound tiles were faster for each of fourteen

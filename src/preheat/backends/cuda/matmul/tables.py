@@ -1,7 +1,7 @@
 """Tables of measured choices, on disk and in the package. No Triton.
 
-A table holds the fastest measured choices. Tables are only read here; :mod:`preheat.backends.cuda.tuner` fills them
-when somebody asks for it. An entry counts for all numbers of rows up to its own, down to the number of the entry
+A table holds the fastest measured choices. Tables are only read here; :mod:`preheat.backends.cuda.matmul.tuner` fills
+them when somebody asks for it. An entry counts for all numbers of rows up to its own, down to the number of the entry
 before.
 """
 

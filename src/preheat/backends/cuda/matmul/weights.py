@@ -14,12 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from preheat.backends.cuda.launch import begin, options, widened
+from preheat.backends.cuda.device.launch import begin, options, widened
+from preheat.backends.cuda.device.sizes import cdiv
 from preheat.backends.cuda.matmul.config import may_be_shuffled, whole_groups
 from preheat.backends.cuda.matmul.mxfp4 import LARGE_WORDS, mixed, mixed_nibbles, powers_of, words_of
-from preheat.backends.cuda.norm import QuantizedInput
-from preheat.backends.cuda.quantize import quantize_rows
-from preheat.backends.cuda.sizes import cdiv
+from preheat.backends.cuda.pointwise.norm import QuantizedInput
+from preheat.backends.cuda.pointwise.quantize import quantize_rows
 from preheat.ops.fp4 import nibbles_of
 from preheat.ops.kinds import Scheme
 from preheat.ops.quantization import QuantizedRows, QuantizedWeight, plain_rows
@@ -80,7 +80,7 @@ class DeviceWeight:
     :func:`preheat.backends.cuda.matmul.mxfp4.words_of`.
 
     ``shuffled``: codes of four bits lie in the order of Hopper's matrix unit. Their scales are numbers of float16, or
-    of bfloat16 and stored in it. :mod:`preheat.backends.cuda.linear_hopper_small_m` reads shuffled weights; other
+    of bfloat16 and stored in it. :mod:`preheat.backends.cuda.matmul.hopper.small_m` reads shuffled weights; other
     kernels get them dequantized.
 
     ``splits``: how many splits the inputs have. The codes of each split fill whole steps.

@@ -1,0 +1,1 @@
+"""Attention over the paged cache, and the writes to it."""

@@ -1,0 +1,1 @@
+"""Kernels of linear layers and experts that need Hopper's copy engine and matrix unit."""

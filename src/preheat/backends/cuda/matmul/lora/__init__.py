@@ -1,0 +1,1 @@
+"""The terms of adapters in linear layers and experts."""

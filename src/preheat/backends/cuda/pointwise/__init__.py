@@ -1,0 +1,1 @@
+"""Operations without a product of matrices: norms, activations, codes of inputs, rows, digests."""

@@ -1,0 +1,1 @@
+"""Exchange between the GPUs that share a model."""

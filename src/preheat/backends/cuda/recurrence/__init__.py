@@ -1,0 +1,1 @@
+"""Recurrences (linear attention): layers that keep a state a sequence in place of a cache."""

@@ -1,0 +1,1 @@
+"""The sampler: changes of logits, draws, and log-probabilities."""
