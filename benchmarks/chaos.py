@@ -240,7 +240,7 @@ def engines(server: int) -> list[int]:
     found = []
     for pid in map(int, children):
         with suppress(OSError):
-            if b"preheat.server.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
+            if b"preheat.server.replicas.process" in Path(f"/proc/{pid}/cmdline").read_bytes():
                 found.append(pid)
     return found
 

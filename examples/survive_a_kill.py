@@ -30,7 +30,9 @@ BODY = {
 def engines(server: int) -> list[int]:
     """Return the processes of the server's engines."""
     children = Path(f"/proc/{server}/task/{server}/children").read_text().split()
-    return [int(pid) for pid in children if b"preheat.server.process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return [
+        int(pid) for pid in children if b"preheat.server.replicas.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+    ]
 
 
 def ready(port: int) -> int:

@@ -21,7 +21,7 @@ from typing import Any
 
 from preheat.core import Delta, FromEngine, Request
 from preheat.frontend.journal import ALONE, Journal, Lost, Owner
-from preheat.server.replicas import Moved, Replicas
+from preheat.server.replicas.replicas import Moved, Replicas
 from preheat.transport import RECEIVE_SECONDS, FrontendTransport
 
 Key = tuple[int, int]

@@ -27,16 +27,16 @@ from preheat.backends.registry import facts_of
 from preheat.cli.serve import FRONT_RESTARTS, served
 from preheat.core import FromEngine, Ready
 from preheat.errors import EngineDead, NotReady, PreheatError, SettingsError, WireError
-from preheat.server import operations
 from preheat.server.app import build_app
-from preheat.server.frontend_warmup import warm_up_server
-from preheat.server.generate import hello_of, read_sent, relay_state, relayed
-from preheat.server.member import Process
-from preheat.server.pod import Pod, RefusedCall
-from preheat.server.replicas import Replicas
-from preheat.server.running import RunningRequests
-from preheat.server.service import Service
-from preheat.server.supervisor import Supervisor
+from preheat.server.http.frontend_warmup import warm_up_server
+from preheat.server.http.running import RunningRequests
+from preheat.server.http.service import Service
+from preheat.server.openai.generate import hello_of, read_sent, relay_state, relayed
+from preheat.server.operations import control
+from preheat.server.replicas.member import Process
+from preheat.server.replicas.pod import Pod, RefusedCall
+from preheat.server.replicas.replicas import Replicas
+from preheat.server.replicas.supervisor import Supervisor
 from preheat.settings import OPTIONS, Settings
 from preheat.settings.paths import check_paths
 from preheat.utils.gc import collect_seldom
@@ -68,7 +68,7 @@ def _asked(args: Mapping[str, Any]) -> tuple[Settings, dict[str, Any]]:
     """Return the settings of the engines, and the options of their deployment. Raises SettingsError."""
     given = {name: value for name, value in args.items() if name != "deployment"}
     settings = served(Settings.load(given))
-    operations.check_settings(settings)
+    control.check_settings(settings)
     if listening := [name for name in LISTENING if getattr(settings, name) != OPTIONS[name].default]:
         raise SettingsError(
             f"{listening[0]} configures a port, and Ray Serve opens the port: use Ray Serve's http_options instead"

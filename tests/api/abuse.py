@@ -27,7 +27,7 @@ from typing import Any, Self
 
 import msgspec
 
-from preheat.server.relay_wire import GENERATE, MEDIA
+from preheat.server.replicas.relay_wire import GENERATE, MEDIA
 from tests.api import hostile_files
 from tests.api.conftest import Server, serving
 

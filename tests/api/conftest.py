@@ -30,7 +30,7 @@ from tests.tokenizers import byte_level
 
 SERVE = """
 import importlib, json, sys
-from preheat.server import body
+from preheat.server.http import body
 from preheat.server.app import run_server
 from preheat.settings import Settings
 from tests.api import loop_watch

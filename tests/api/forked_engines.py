@@ -9,14 +9,14 @@ import os
 from pathlib import Path
 from typing import BinaryIO
 
-from preheat.server import process
+from preheat.server.replicas import process
 from tests.forked import Forked, Forks
 
-IMPORTED = ("preheat.server.process", "preheat.boot", "preheat.backends.cpu.backend", "tests.api.scripted")
+IMPORTED = ("preheat.server.replicas.process", "preheat.boot", "preheat.backends.cpu.backend", "tests.api.scripted")
 
 CODE = """
 import os, sys
-from preheat.server import process
+from preheat.server.replicas import process
 
 os.dup2(int(sys.argv[-1]), 0)
 os.close(int(sys.argv.pop()))
@@ -73,7 +73,7 @@ def _read(link: Path) -> str:
 
 def _is_engine(folder: Path) -> bool:
     try:
-        return b"preheat.server.process" in (folder / "cmdline").read_bytes()
+        return b"preheat.server.replicas.process" in (folder / "cmdline").read_bytes()
     except OSError:
         return False
 

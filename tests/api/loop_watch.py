@@ -16,7 +16,9 @@ from typing import Any
 
 import msgspec
 
-from preheat.server import answers, app, decoding
+from preheat.server import app
+from preheat.server.http import decoding
+from preheat.server.openai import answers
 
 MOST_BYTES = 1 << 17
 """Most bytes of JSON that the event loop may read or write by itself."""

@@ -12,7 +12,8 @@ from typing import Any
 from starlette.requests import Request
 
 from preheat.frontend.encoding import TextBound
-from preheat.server import schema, turns
+from preheat.server.http import turns
+from preheat.server.openai import schema
 from preheat.settings import Settings
 from tests.api import scripted
 

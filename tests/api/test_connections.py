@@ -13,8 +13,8 @@ import pytest
 import uvicorn
 from starlette.types import ASGIApp, Receive, Scope, Send
 
-from preheat.server import protocol as protocol_module
-from preheat.server.protocol import (
+from preheat.server.http import protocol as protocol_module
+from preheat.server.http.protocol import (
     HEAD_SLICE_BYTES,
     MOST_UNPARSED,
     SLICE_BYTES,

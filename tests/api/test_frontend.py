@@ -52,8 +52,8 @@ from preheat.frontend.options import FrontendOptions
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.llm import LLM
-from preheat.server.conversation import plain_messages
-from preheat.server.schema import Message
+from preheat.server.openai.conversation import plain_messages
+from preheat.server.openai.schema import Message
 from preheat.settings import Settings
 from preheat.startup import boot_front
 from preheat.utils.adapters import LoraModule

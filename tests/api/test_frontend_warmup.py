@@ -13,10 +13,10 @@ from preheat.core import Ready
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.input_processor import InputProcessor
 from preheat.server.app import build_app
-from preheat.server.frontend_warmup import warm_up_server
-from preheat.server.replicas import Replicas
-from preheat.server.service import Service
-from preheat.server.supervisor import Supervisor
+from preheat.server.http.frontend_warmup import warm_up_server
+from preheat.server.http.service import Service
+from preheat.server.replicas.replicas import Replicas
+from preheat.server.replicas.supervisor import Supervisor
 from preheat.settings import Settings
 from preheat.startup import boot_front
 from preheat.warmup.dummy_requests import FRONTEND_REQUESTS, FRONTEND_ROUNDS

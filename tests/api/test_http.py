@@ -19,9 +19,9 @@ from typing import Any, get_args, get_type_hints
 import pytest
 
 from preheat.core import SAMPLING_FIELDS, SamplingParams
-from preheat.server.messages_schema import MessagesRequest
-from preheat.server.responses_schema import ResponsesRequest
-from preheat.server.schema import ChatRequest, CompletionRequest
+from preheat.server.anthropic.messages_schema import MessagesRequest
+from preheat.server.openai.responses_schema import ResponsesRequest
+from preheat.server.openai.schema import ChatRequest, CompletionRequest
 from tests.api.conftest import ROOT, Server, serving
 from tests.api.scripted import HANG
 

@@ -21,9 +21,9 @@ from preheat.frontend.image_decoder import Decoder
 from preheat.frontend.image_processes import ImageProcesses, job_of
 from preheat.frontend.media import MediaReader
 from preheat.frontend.room import Room
-from preheat.server import image_lanes
-from preheat.server.fair_share import FairShare, client_of
-from preheat.server.image_lanes import ImageLanes
+from preheat.server.http import image_lanes
+from preheat.server.http.fair_share import FairShare, client_of
+from preheat.server.http.image_lanes import ImageLanes
 from tests.waiting import until_in_loop
 
 CONFIG = PixelConfig(

@@ -14,7 +14,7 @@ import pytest
 
 from preheat.cli.serve import curl
 from preheat.errors import SettingsError
-from preheat.server.listener import listen, unlisten
+from preheat.server.http.listener import listen, unlisten
 from preheat.settings import Settings
 from tests.api.conftest import ROOT, SCRIPTED, SERVE, Server, serving
 

@@ -128,7 +128,7 @@ def test_a_call_that_is_cut_off_is_an_object(door: Server) -> None:
     "asked", ["json", {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]}]
 )
 def test_format_is_a_constraint_of_the_text(asked: Any) -> None:
-    from preheat.server.ollama import _format
+    from preheat.server.ollama.endpoints import _format
 
     found = _format(asked)
     assert found is not None and (found.json_object if asked == "json" else found.json == asked)

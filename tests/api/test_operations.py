@@ -19,7 +19,12 @@ from preheat import WeightGroup
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.model.files import BUNDLED_PATH
 from preheat.server import openapi
-from preheat.server.operations import InitWeightTransferRequest, UpdateWeightsRequest, allowed_paths, check_settings
+from preheat.server.operations.control import (
+    InitWeightTransferRequest,
+    UpdateWeightsRequest,
+    allowed_paths,
+    check_settings,
+)
 from preheat.settings import Settings
 from tests.api.conftest import Answer, Server, serving
 from tests.waiting import until

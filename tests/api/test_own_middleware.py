@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from preheat.errors import SettingsError
-from preheat.server.own_middleware import load_middleware
+from preheat.server.http.own_middleware import load_middleware
 from tests.api.conftest import serving
 
 HERE = "tests.api.middleware_of_an_operator"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from preheat.server.middleware import is_open
+from preheat.server.http.middleware import is_open
 from tests.api.conftest import Server, serving
 from tests.encoders import logits_of, save_encoder, save_wordpiece
 

@@ -13,7 +13,7 @@ from openai import BadRequestError, NotFoundError, OpenAI
 
 from preheat.errors import NotFound
 from preheat.frontend.tokenizer import Tokenizer
-from preheat.server.responses_store import ResponseStore, Stored
+from preheat.server.openai.responses_store import ResponseStore, Stored
 from tests.api.conftest import Server, serving
 from tests.api.scripted import FAIL
 from tests.waiting import until

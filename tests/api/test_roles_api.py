@@ -13,7 +13,7 @@ import pytest
 
 from examples import prefill_decode_proxy
 from preheat.core import BlockSource, Request, SamplingParams
-from preheat.server.relay_wire import MEDIA, Sent
+from preheat.server.replicas.relay_wire import MEDIA, Sent
 from tests.api.conftest import Answer, Server, serving
 from tests.waiting import until
 

@@ -108,7 +108,7 @@ def engines() -> list[int]:
 
     def runs_engine(pid: int) -> bool:
         with contextlib.suppress(OSError):
-            return b"preheat.server.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
+            return b"preheat.server.replicas.process" in Path(f"/proc/{pid}/cmdline").read_bytes()
         return False
 
     return [pid for pid in parents if runs_engine(pid) and is_ours(pid)]

@@ -20,7 +20,7 @@ import pytest
 
 from preheat.cli.main import main
 from preheat.errors import SettingsError
-from preheat.server.models import each_model
+from preheat.server.replicas.models import each_model
 from preheat.settings import Settings
 from preheat.settings.combinations import traits_of
 from tests.adapters import write_adapter

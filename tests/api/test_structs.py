@@ -33,7 +33,7 @@ def test_nothing_is_described_for_a_request(tmp_path: Path) -> None:
 
 def test_a_server_that_prepares_nothing_is_found(tmp_path: Path) -> None:
     late = described_late(tmp_path, "tests.api.watched_late:run_engine")
-    assert "preheat.server.schema.ChatRequest" in late
+    assert "preheat.server.openai.schema.ChatRequest" in late
 
 
 def test_structs_of_all_modules_can_be_described() -> None:

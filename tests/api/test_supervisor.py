@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from preheat.errors import ModelError
-from preheat.server import supervisor
-from preheat.server.service import Service
-from preheat.server.supervisor import Supervisor
+from preheat.server.http.service import Service
+from preheat.server.replicas import supervisor
+from preheat.server.replicas.supervisor import Supervisor
 from preheat.settings import Settings
 
 

@@ -17,7 +17,7 @@ import pytest
 from preheat import client
 from preheat.cli.main import main
 from preheat.errors import PreheatError, SettingsError
-from preheat.server.batch_lines import read_lines
+from preheat.server.batches.lines import read_lines
 from tests.api.conftest import ROOT, SCRIPTED, Server
 
 
@@ -58,7 +58,7 @@ def line(id: str, url: str = "/v1/completions", **body: object) -> str:
 BATCH = """
 import functools, sys
 from preheat.cli import main
-from preheat.server import run_batch
+from preheat.server.batches import run_batch
 
 run_batch.run_batch = functools.partial(run_batch.run_batch, entry=sys.argv.pop(1))
 sys.exit(main())

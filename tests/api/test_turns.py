@@ -17,9 +17,9 @@ from starlette.types import Message
 
 from preheat.core import SamplingParams, TokenLogprobs
 from preheat.frontend.request_state import FREED_AT_ONCE, Choice, OutputDelta, RequestState
-from preheat.server import turns as module
-from preheat.server.stream import PIECE_BYTES, send_pieces, tokens_at_once
-from preheat.server.turns import (
+from preheat.server.http import turns as module
+from preheat.server.http.stream import PIECE_BYTES, send_pieces, tokens_at_once
+from preheat.server.http.turns import (
     INLINE_BYTES,
     INLINE_CHARS,
     INLINE_VALUES,

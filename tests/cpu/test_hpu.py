@@ -23,7 +23,7 @@ from preheat import LLM, SamplingParams
 from preheat.backends.hpu.attention import GATHERED, IN_PLACE, TILE_ROWS
 from preheat.errors import NotFinite, PreheatError, SettingsError
 from preheat.plan.buckets import Bucket, StepSize, padded_work
-from preheat.server.answers import ReadyStatus
+from preheat.server.openai.answers import ReadyStatus
 from preheat.utils.contract import Contract
 from preheat.warmup.record import Record
 from tests.cpu.checkpoints import MODELS, save_checkpoint

@@ -14,7 +14,8 @@ from openai.types.chat import ChatCompletion as OpenAIChat
 from openai.types.chat import ChatCompletionMessage
 from openai.types.responses import Response
 
-from preheat.server.answers import (
+from preheat.server.anthropic.messages_schema import OutputText
+from preheat.server.openai.answers import (
     ChatChoice,
     ChatChunkChoice,
     ChatCompletion,
@@ -25,9 +26,8 @@ from preheat.server.answers import (
     CompletionChunkChoice,
     encode,
 )
-from preheat.server.embeddings_schema import EmbeddingList
-from preheat.server.messages_schema import OutputText
-from preheat.server.responses_schema import ResponseObject
+from preheat.server.openai.responses_schema import ResponseObject
+from preheat.server.pooling.embeddings_schema import EmbeddingList
 
 HEAD: dict[str, Any] = {"id": "a", "created": 1, "model": "m"}
 WHOLE = "service_tier system_fingerprint usage kv_transfer_params"

@@ -13,11 +13,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preheat.errors import InvalidRequest, NotFound, PreheatError, SettingsError, TooLarge, TooManyBatches
-from preheat.server.batch_answers import BatchAnswers
-from preheat.server.batch_schema import BatchRequest, RequestCounts
-from preheat.server.batch_store import BatchStore
-from preheat.server.file_store import FileStore, StoredFile, new_id
-from preheat.server.upload import FIELD_BYTES, Form
+from preheat.server.batches.answers import BatchAnswers
+from preheat.server.batches.file_store import FileStore, StoredFile, new_id
+from preheat.server.batches.schema import BatchRequest, RequestCounts
+from preheat.server.batches.store import BatchStore
+from preheat.server.http.upload import FIELD_BYTES, Form
 from preheat.settings import Settings
 
 

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from preheat.cli.main import main
 from preheat.errors import PreheatError, SettingsError
-from preheat.server import batch_output
-from preheat.server.batch_output import Answers, answers_to
+from preheat.server.batches import output as batch_output
+from preheat.server.batches.output import Answers, answers_to
 
 IDS = [str(number) for number in range(5)]
 
@@ -147,7 +147,7 @@ def test_an_output_that_cannot_be_is_known_before_the_boot(
     (tmp_path / "link").symlink_to("in")
     (tmp_path / "fixed").mkdir()
     monkeypatch.setattr(os, "access", lambda path, mode, real=os.access: "fixed" not in str(path) and real(path, mode))
-    monkeypatch.setattr("preheat.server.run_batch.run_server", lambda *_, **__: pytest.fail("it boots"))
+    monkeypatch.setattr("preheat.server.batches.run_batch.run_server", lambda *_, **__: pytest.fail("it boots"))
     assert main(["run-batch", str(tmp_path / "in"), "-o", f"{tmp_path}/{out}"]) in (1, 2)
     (line,) = capsys.readouterr().err.splitlines()
     assert message in line
@@ -171,8 +171,8 @@ def test_an_engine_that_takes_no_requests_ends_the_batch(
         on_blocked("rows differ")
         return 0
 
-    monkeypatch.setattr("preheat.server.run_batch.run_server", blocked)
-    monkeypatch.setattr("preheat.server.run_batch.os.kill", lambda _, number: signals.append(number))
+    monkeypatch.setattr("preheat.server.batches.run_batch.run_server", blocked)
+    monkeypatch.setattr("preheat.server.batches.run_batch.os.kill", lambda _, number: signals.append(number))
     (tmp_path / "in").write_text(REQUEST)
     assert main(["run-batch", str(tmp_path / "in"), "-o", str(tmp_path / "out")]) == 1
     count, error = capsys.readouterr().err.splitlines()

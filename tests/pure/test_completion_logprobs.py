@@ -8,8 +8,8 @@ import msgspec
 import pytest
 
 from preheat.core import TokenLogprobs
-from preheat.server.answers import CompletionLogprobs, PromptPart, encode
-from preheat.server.params import TokenIds, completion_logprobs
+from preheat.server.openai.answers import CompletionLogprobs, PromptPart, encode
+from preheat.server.openai.params import TokenIds, completion_logprobs
 
 
 def logprobs(count: int, offset: int = 0) -> CompletionLogprobs:

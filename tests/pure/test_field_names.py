@@ -9,12 +9,12 @@ import pytest
 
 from preheat.errors import ContextTooLong, GrammarFailed, InvalidRequest
 from preheat.server import openapi
-from preheat.server.field_names import names_in, respelled
-from preheat.server.messages_schema import MessagesRequest
-from preheat.server.ollama_schema import OllamaChatRequest, OllamaGenerateRequest
-from preheat.server.responses_schema import ResponsesRequest
-from preheat.server.schema import ChatRequest, CompletionRequest, ForModel
-from preheat.server.tei_schema import EmbedRequest, SimilarityRequest
+from preheat.server.anthropic.messages_schema import MessagesRequest
+from preheat.server.http.field_names import names_in, respelled
+from preheat.server.ollama.schema import OllamaChatRequest, OllamaGenerateRequest
+from preheat.server.openai.responses_schema import ResponsesRequest
+from preheat.server.openai.schema import ChatRequest, CompletionRequest, ForModel
+from preheat.server.pooling.tei_schema import EmbedRequest, SimilarityRequest
 
 BODIES = {
     kind for operation in (*openapi.OPERATIONS, *openapi.OLLAMA)

@@ -20,8 +20,8 @@ from preheat.frontend.tokenizer import Tokenizer
 from preheat.lora.config import AdapterConfig
 from preheat.model.files import read_config, weight_files
 from preheat.model.inc_files import read_config as read_inc
-from preheat.server.batch_output import answers_to
-from preheat.server.listener import check_certificates
+from preheat.server.batches.output import answers_to
+from preheat.server.http.listener import check_certificates
 from preheat.settings import Settings
 from preheat.startup import planned
 from preheat.utils import files

@@ -11,7 +11,7 @@ from jsonschema import Draft202012Validator
 from preheat.errors import InvalidRequest
 from preheat.frontend.answer_format import ToolChoice
 from preheat.frontend.tools import Tool
-from preheat.server.conversation import tool_choice
+from preheat.server.openai.conversation import tool_choice
 
 TREE = {
     "type": "object",

@@ -14,8 +14,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preheat.errors import InvalidRequest
-from preheat.server.decoding import decode
-from preheat.server.schema import ChatRequest, CompletionRequest
+from preheat.server.http.decoding import decode
+from preheat.server.openai.schema import ChatRequest, CompletionRequest
 from preheat.utils import json_size as module
 from preheat.utils.json_size import (
     MOST_CONTAINERS,
@@ -103,7 +103,7 @@ def test_a_body_of_too_many_values_is_not_decoded(
     kind: str, most: int, said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert decode(body(kind, most - 4), CompletionRequest).prompt
-    monkeypatch.setattr("preheat.server.decoding._decoded", None)
+    monkeypatch.setattr("preheat.server.http.decoding._decoded", None)
     with pytest.raises(InvalidRequest, match=f"more than {most:,} {said}"):
         decode(body(kind, most + 1), CompletionRequest)
 
@@ -119,7 +119,7 @@ def test_numbers_of_too_many_digits_are_not_decoded(length: int, monkeypatch: py
     most = MOST_DIGITS // (length - SHORT_DIGITS)
     text = '{"prompt":"' + "9" * 2 * MOST_DIGITS + '","unknown":[%s]}'
     assert decode((text % ",".join(["9" * length] * most)).encode(), CompletionRequest, {}).prompt
-    monkeypatch.setattr("preheat.server.decoding._decoded", None)
+    monkeypatch.setattr("preheat.server.http.decoding._decoded", None)
     with pytest.raises(InvalidRequest, match=f"more than {MOST_DIGITS:,} digits in numbers .* send shorter numbers"):
         decode((text % ",".join(["9" * length] * (most + 1))).encode(), CompletionRequest, {})
 

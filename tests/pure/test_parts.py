@@ -9,7 +9,7 @@ from preheat.core import SamplingParams
 from preheat.errors import InvalidRequest
 from preheat.frontend import params_checker
 from preheat.frontend.params_checker import ParamsChecker
-from preheat.server.completions import listed
+from preheat.server.openai.completions import listed
 from preheat.utils.parts import MOST, parts
 
 IDS = [7] * (2 * MOST + 1)

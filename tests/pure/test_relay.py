@@ -10,9 +10,9 @@ from preheat.core import Delta, Finish, Request, SamplingParams, TokenLogprobs
 from preheat.errors import InvalidRequest, NotReady, PreheatError, TooManyRequests, WireError
 from preheat.frontend.journal import part
 from preheat.frontend.relay import Relay, apart, check_relayed
-from preheat.server.pod import _check_owned
-from preheat.server.pod_http import parsed
-from preheat.server.relay_wire import LOST, Frames, LostError, frame, framed
+from preheat.server.replicas.pod import _check_owned
+from preheat.server.replicas.pod_http import parsed
+from preheat.server.replicas.relay_wire import LOST, Frames, LostError, frame, framed
 
 
 def request(id: int, **fields: object) -> Request:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from preheat.core import AdapterReport, LoadAdapter
 from preheat.errors import AdapterError, WireError
 from preheat.frontend.adapters import Adapters
-from preheat.server.restarts import MOST_FAILED, WINDOW_SECONDS, Restarts
+from preheat.server.replicas.restarts import MOST_FAILED, WINDOW_SECONDS, Restarts
 from preheat.settings import Settings
 from preheat.utils.adapters import LoraModule
 

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from preheat.backends.visible import visible_devices
 from preheat.core import Delta, Finish, Image, Progress, Ready, Request, SamplingParams, Segment
 from preheat.errors import SettingsError
-from preheat.server.replicas import disagreement, together
-from preheat.server.routing import AHEAD, Router
+from preheat.server.replicas.replicas import disagreement, together
+from preheat.server.replicas.routing import AHEAD, Router
 from preheat.settings import Settings
 from preheat.utils.contract import Contract
 from tests import records

@@ -17,9 +17,9 @@ import json, sys
 import msgspec
 from preheat.cli.main import _parser
 from preheat.core import SamplingParams
-from preheat.server.schema import ChatRequest, CompletionRequest
+from preheat.server.openai.schema import ChatRequest, CompletionRequest
 from preheat.server.openapi import _add_ranges
-from preheat.server.params import sampling_fields
+from preheat.server.openai.params import sampling_fields
 
 body = {"model": "m", "toy_ban": 7}
 kinds = (CompletionRequest, {"prompt": "x"}), (ChatRequest, {"messages": []})

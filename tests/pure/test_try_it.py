@@ -9,8 +9,8 @@ import re
 import pytest
 
 from preheat.server.app import build_app
-from preheat.server.service import Service
-from preheat.server.try_it import _FILE, _hash
+from preheat.server.http.service import Service
+from preheat.server.operations.try_it import _FILE, _hash
 from preheat.settings import Settings
 
 

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from preheat.errors import InvalidRequest
-from preheat.server.decoding import decode
-from preheat.server.messages_schema import MessagesRequest
-from preheat.server.responses_schema import ResponsesRequest
-from preheat.server.schema import BatchChatRequest, ChatRequest, CompletionRequest, ForModel
+from preheat.server.anthropic.messages_schema import MessagesRequest
+from preheat.server.http.decoding import decode
+from preheat.server.openai.responses_schema import ResponsesRequest
+from preheat.server.openai.schema import BatchChatRequest, ChatRequest, CompletionRequest, ForModel
 
 FUNCTION = {"name": "f", "arguments": "{}"}
 CALL = {"id": "1", "type": "function", "function": FUNCTION}

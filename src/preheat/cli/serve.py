@@ -79,8 +79,8 @@ def run_batch_file(values: dict[str, Any]) -> int:
     if path is None:
         raise SettingsError("name the file of requests: preheat run-batch FILE")
     settings = Settings.load(values)
-    from preheat.server.batch_output import answers_to
-    from preheat.server.run_batch import read_batch, run_batch
+    from preheat.server.batches.output import answers_to
+    from preheat.server.batches.run_batch import read_batch, run_batch
 
     lines = read_batch(path)
     if output is not None and same_file(path, output):

@@ -1,9 +1,9 @@
 """The server: routes, middleware, and the process that runs them.
 
 The port opens at once, for /live, /health, /ready, /warmup and /metrics. Other routes answer 503 until the engine is
-ready. SIGTERM and SIGINT stop the server as described in :mod:`preheat.server.shutdown`. If an engine dies, its
-requests go on elsewhere (:mod:`preheat.server.fleet`). If the last one stays away, running requests end with an error
-and the server exits with status 1.
+ready. SIGTERM and SIGINT stop the server as described in :mod:`preheat.server.http.shutdown`. If an engine dies, its
+requests go on elsewhere (:mod:`preheat.server.replicas.fleet`). If the last one stays away, running requests end with
+an error and the server exits with status 1.
 """
 
 from __future__ import annotations
@@ -30,25 +30,26 @@ from starlette.types import ASGIApp
 
 from preheat.core import FromEngine, Ready
 from preheat.engine.progress import ProgressBar
-from preheat.server import openapi, operations
-from preheat.server.access_log import AccessLog
-from preheat.server.batch_runner import BatchRunner
-from preheat.server.batch_store import open_store
-from preheat.server.errors import HANDLERS
-from preheat.server.frontend_warmup import warm_up_server
-from preheat.server.ignored import HEADER
-from preheat.server.joint import JointModels
-from preheat.server.listener import BACKLOG, check_certificates, listen, unlisten
-from preheat.server.middleware import AuthMiddleware, ConcurrencyLimit, EndQuietly, RequestIdMiddleware, UnderPath
-from preheat.server.models import Models, each_model
-from preheat.server.own_middleware import load_middleware, wrapped
-from preheat.server.process import ENGINE
-from preheat.server.protocol import limited_protocol
-from preheat.server.route_check import checked
-from preheat.server.service import Service
-from preheat.server.shutdown import Server, Shutdown
-from preheat.server.try_it import try_it
-from preheat.server.turns import SWITCH_SECONDS
+from preheat.server import openapi
+from preheat.server.batches.runner import BatchRunner
+from preheat.server.batches.store import open_store
+from preheat.server.http.access_log import AccessLog
+from preheat.server.http.errors import HANDLERS
+from preheat.server.http.frontend_warmup import warm_up_server
+from preheat.server.http.ignored import HEADER
+from preheat.server.http.listener import BACKLOG, check_certificates, listen, unlisten
+from preheat.server.http.middleware import AuthMiddleware, ConcurrencyLimit, EndQuietly, RequestIdMiddleware, UnderPath
+from preheat.server.http.own_middleware import load_middleware, wrapped
+from preheat.server.http.protocol import limited_protocol
+from preheat.server.http.route_check import checked
+from preheat.server.http.service import Service
+from preheat.server.http.shutdown import Server, Shutdown
+from preheat.server.http.turns import SWITCH_SECONDS
+from preheat.server.operations import control
+from preheat.server.operations.try_it import try_it
+from preheat.server.replicas.joint import JointModels
+from preheat.server.replicas.models import Models, each_model
+from preheat.server.replicas.process import ENGINE
 from preheat.settings import Settings
 from preheat.settings.paths import check_paths
 from preheat.utils.gc import collect_seldom
@@ -83,7 +84,7 @@ def run_server(
     ready.
     """
     check_paths(settings)
-    operations.check_settings(settings)
+    control.check_settings(settings)
     each_model(settings)  # report their errors before the port opens
     check_certificates(settings)
     set_up_logging(settings)

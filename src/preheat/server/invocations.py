@@ -11,9 +11,10 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from preheat.errors import InvalidRequest
-from preheat.server import chat, completions, embeddings, scoring
-from preheat.server.body import keep_body, read_body
-from preheat.server.turns import in_turn
+from preheat.server.http.body import keep_body, read_body
+from preheat.server.http.turns import in_turn
+from preheat.server.openai import chat, completions
+from preheat.server.pooling import embeddings, scoring
 
 Endpoint = Callable[[Request], Awaitable[ASGIApp]]
 

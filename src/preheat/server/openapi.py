@@ -19,33 +19,25 @@ from starlette.types import ASGIApp
 
 import preheat
 from preheat.core import SAMPLING_FIELDS
-from preheat.server import (
-    answers,
-    batch_schema,
-    batches,
-    chat,
-    classification,
-    completions,
-    decoding,
-    embeddings,
-    file_store,
-    files,
-    generate,
-    invocations,
-    messages,
-    ollama,
-    ollama_models,
-    ollama_schema,
-    operations,
-    responses,
-    schema,
-    scoring,
-    status,
-    tei,
-    tei_tokens,
-)
-from preheat.server.adapters import load_lora_adapter, unload_lora_adapter
-from preheat.server.embeddings_schema import (
+from preheat.server import invocations
+from preheat.server.anthropic import messages
+from preheat.server.anthropic.messages_schema import CountRequest, MessageAnswer, MessagesRequest, TokenCount
+from preheat.server.batches import endpoints as batches
+from preheat.server.batches import file_store, files
+from preheat.server.batches import schema as batch_schema
+from preheat.server.http import decoding
+from preheat.server.http.middleware import OPEN_PATHS
+from preheat.server.invocations import InvocationRequest
+from preheat.server.ollama import endpoints as ollama
+from preheat.server.ollama import models as ollama_models
+from preheat.server.ollama import schema as ollama_schema
+from preheat.server.openai import answers, chat, completions, generate, responses, schema
+from preheat.server.openai.responses_schema import ITEMS, Deleted, ResponseObject, ResponsesRequest
+from preheat.server.openai.schema import ErrorResponse
+from preheat.server.operations import control, status
+from preheat.server.operations.adapters import load_lora_adapter, unload_lora_adapter
+from preheat.server.pooling import classification, embeddings, scoring, tei, tei_tokens
+from preheat.server.pooling.embeddings_schema import (
     ClassificationList,
     ClassifyRequest,
     EmbeddingList,
@@ -57,13 +49,7 @@ from preheat.server.embeddings_schema import (
     ScoreList,
     ScoreRequest,
 )
-from preheat.server.invocations import InvocationRequest
-from preheat.server.messages_schema import CountRequest, MessageAnswer, MessagesRequest, TokenCount
-from preheat.server.middleware import OPEN_PATHS
-from preheat.server.relay_wire import GENERATE, MEMBER
-from preheat.server.responses_schema import ITEMS, Deleted, ResponseObject, ResponsesRequest
-from preheat.server.schema import ErrorResponse
-from preheat.server.tei_schema import (
+from preheat.server.pooling.tei_schema import (
     DecodeRequest,
     EmbedRequest,
     EmbedTokensRequest,
@@ -76,6 +62,7 @@ from preheat.server.tei_schema import (
     TokenizeTextsRequest,
     TokenPiece,
 )
+from preheat.server.replicas.relay_wire import GENERATE, MEMBER
 from preheat.utils.structs import describe_structs
 from preheat.warmup.record import Record
 
@@ -116,7 +103,7 @@ class Operation:
     - ``form``: the body is a form, not JSON.
     - ``bytes``: the answer is bytes.
     - ``of_adapters``: the route exists only where clients may load adapters.
-    - ``operated``: an operator commands the engine; :mod:`preheat.server.route_check` refuses unknown fields.
+    - ``operated``: an operator commands the engine; :mod:`preheat.server.http.route_check` refuses unknown fields.
     """
 
     path: str
@@ -216,29 +203,29 @@ OPERATIONS = (
         "/v1/unload_lora_adapter", unload_lora_adapter, None, schema.UnloadLoraAdapterRequest, (409,),
         of_adapters=True,
     ),
-    _operated("/drain", operations.drain, answers.Status, queries=("wait",)),
+    _operated("/drain", control.drain, answers.Status, queries=("wait",)),
     _operated(
-        "/pause", operations.pause, answers.Status, queries=("mode", "wait_for_inflight_requests", "clear_cache")
+        "/pause", control.pause, answers.Status, queries=("mode", "wait_for_inflight_requests", "clear_cache")
     ),
-    _operated("/resume", operations.resume, answers.Status),
-    _operated("/update_weights", operations.update_weights, answers.WeightInfo, operations.UpdateWeightsRequest),
+    _operated("/resume", control.resume, answers.Status),
+    _operated("/update_weights", control.update_weights, answers.WeightInfo, control.UpdateWeightsRequest),
     _operated(
-        "/init_weight_transfer_engine", operations.init_weight_transfer_engine, answers.Status,
-        operations.InitWeightTransferRequest,
-    ),
-    _operated(
-        "/start_weight_update", operations.start_weight_update, answers.Status, operations.StartWeightUpdateRequest
+        "/init_weight_transfer_engine", control.init_weight_transfer_engine, answers.Status,
+        control.InitWeightTransferRequest,
     ),
     _operated(
-        "/finish_weight_update", operations.finish_weight_update, answers.WeightInfo,
-        operations.FinishWeightUpdateRequest,
+        "/start_weight_update", control.start_weight_update, answers.Status, control.StartWeightUpdateRequest
     ),
-    _asked("/get_world_size", operations.get_world_size, answers.WorldSize, queries=("include_dp",)),
-    _operated("/sleep", operations.sleep, answers.Status, queries=("level", "mode")),
-    _operated("/wake_up", operations.wake_up, answers.Status, queries=("tags",), lists=("tags",)),
-    _asked("/is_sleeping", operations.is_sleeping, answers.Sleeping),
-    _asked("/is_paused", operations.is_paused, answers.Paused),
-    _asked("/weight_info", operations.weight_info, answers.WeightInfo),
+    _operated(
+        "/finish_weight_update", control.finish_weight_update, answers.WeightInfo,
+        control.FinishWeightUpdateRequest,
+    ),
+    _asked("/get_world_size", control.get_world_size, answers.WorldSize, queries=("include_dp",)),
+    _operated("/sleep", control.sleep, answers.Status, queries=("level", "mode")),
+    _operated("/wake_up", control.wake_up, answers.Status, queries=("tags",), lists=("tags",)),
+    _asked("/is_sleeping", control.is_sleeping, answers.Sleeping),
+    _asked("/is_paused", control.is_paused, answers.Paused),
+    _asked("/weight_info", control.weight_info, answers.WeightInfo),
     Operation("/version", status.version, answers.Version),
     Operation(
         "/health", status.health, answers.Status, None, (400, 503, 504), instead={503: answers.Starting},

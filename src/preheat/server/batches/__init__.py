@@ -1,0 +1,1 @@
+"""OpenAI's batches and their files."""

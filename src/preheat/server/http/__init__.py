@@ -1,0 +1,1 @@
+"""HTTP: connections, bodies, streams and their limits, whatever the endpoint. No torch."""

@@ -1,0 +1,1 @@
+"""Ollama's endpoints, for desktop tools."""

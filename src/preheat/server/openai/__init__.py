@@ -1,0 +1,1 @@
+"""OpenAI's endpoints for chats, completions and responses, with vLLM's fields."""
