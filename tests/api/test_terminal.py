@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 
-from preheat import client
 from preheat.cli.main import main
 from preheat.errors import PreheatError, SettingsError
+from preheat.extras import client
 from preheat.server.batches.lines import read_lines
 from tests.api.conftest import ROOT, SCRIPTED, Server
 

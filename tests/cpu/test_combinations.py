@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from preheat import LLM, BeamSearchParams, LoRARequest, SamplingParams, StructuredOutputsParams
-from preheat.calibration import calibrate
+from preheat.extras.calibration import calibrate
 from preheat.model.files import BUNDLED_PATH
 from preheat.schedule import prefix
 from preheat.settings import Settings

@@ -14,8 +14,8 @@ from preheat import LLM, SamplingParams
 from preheat.backends.hpu.bridge import Bridge
 from preheat.backends.hpu.sharing import Group
 from preheat.backends.rendezvous import OneNode
-from preheat.calibration import calibrate
 from preheat.errors import RankDied, SettingsError
+from preheat.extras.calibration import calibrate
 from preheat.settings import Settings
 from preheat.startup import boot_engine
 from preheat.verify.prompts import Size, make_prompts

@@ -17,9 +17,9 @@ import torch
 from preheat import LLM, SamplingParams
 from preheat.backends.base.facts import QuantizedKernel
 from preheat.backends.cpu.backend import CpuBackend
-from preheat.calibration import OPTIONS_KEPT, calibrate
 from preheat.cli.main import main
 from preheat.errors import ModelError, SettingsError
+from preheat.extras.calibration import OPTIONS_KEPT, calibrate
 from preheat.model.families import read_spec
 from preheat.model.files import BUNDLED_PATH
 from preheat.model.files import read_config as read_model

@@ -47,7 +47,8 @@ RULE = {
     "boot": "boot_values boot_device boot_parts boot_loop plan schedule grammar lora execution model ops backends"
     " backends.base parallel engine kv_transfer transport warmup verify elastic",
     "named_files": "frontend lora model",
-    "doctor": "backends model startup warmup",
+    "extras": "",
+    "extras.doctor": "backends model startup warmup",
     "startup": "boot named_files plan model backends backends.base engine frontend transport warmup verify",
     "server": "startup schedule engine frontend transport warmup backends",
     "inputs": "frontend",
@@ -58,11 +59,11 @@ RULE = {
     "llm": "engine_args inputs offline stepping worker startup engine model frontend transport warmup",
     "async_llm": "engine_args inputs llm stepping frontend",
     "refused_names": "",
-    "client": "",
+    "extras.client": "",
     "reference": "model execution ops backends backends.base",
-    "calibration": "llm model schedule execution backends.base",
-    "cli": "calibration client doctor startup engine llm server plan warmup verify frontend transport backends "
-    "backends.base",
+    "extras.calibration": "llm model schedule execution backends.base",
+    "cli": "extras.calibration extras.client extras.doctor startup engine llm server plan warmup verify frontend"
+    " transport backends backends.base",
     "__init__": "async_llm engine_args inputs llm refused_names frontend reference execution",
     "serve_ray": "backends cli server",
     "__main__": "cli",
@@ -83,7 +84,7 @@ WITHOUT_TORCH = (
     "warmup.record", "warmup.page", "warmup.charts", "warmup.report",
     "warmup.dummy_requests",
     "verify.names", "verify.identity", "verify.prompts", "verify.compare", "verify.against", "verify.command",
-    *(f"{name}." for name in sorted(BASE)), "cli", "client.",
+    *(f"{name}." for name in sorted(BASE)), "cli", "extras.client",
 )  # fmt: skip
 
 

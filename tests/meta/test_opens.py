@@ -46,7 +46,7 @@ ELSEWHERE = {
     "__main__": "the standard streams",
     "utils.helper": "the system",
     "server.operations.try_it": "a page of the package",
-    "calibration": "Python's own library, and arrays behind output_file",
+    "extras.calibration": "Python's own library, and arrays behind output_file",
     "model.gguf.folder": "a new folder of the engine's own",
     "verify.random_models": "a new folder of the engine's own",
     "utils.memory": "the system",

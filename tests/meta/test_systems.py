@@ -33,7 +33,7 @@ FILES = {
     "utils.processors": "without the files each processor is a core",
     "backends.cpu.environment": "without the file the instruction set is unknown",
     "utils.shared_files": "without the folder files lie in the folder of temporary files",
-    "doctor": "without the folder there is no finding",
+    "extras.doctor": "without the folder there is no finding",
     "warmup.store": "without the file the standard library names the processor",
 }
 """Modules that read /proc, /sys or /dev/shm, and their answer on macOS."""

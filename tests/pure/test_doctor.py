@@ -9,10 +9,10 @@ import sys
 
 import pytest
 
-from preheat import doctor
 from preheat.backends.cpu import environment as cpu
 from preheat.backends.cuda import environment as cuda
 from preheat.cli.main import main
+from preheat.extras import doctor
 from preheat.settings import Settings
 
 H200 = "NVIDIA H200, 9.0, 580.159.04, 142000, 143771, 1980, 1980, 700.00, 700.00, Enabled, Disabled, Default"

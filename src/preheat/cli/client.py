@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from preheat import client
+from preheat.extras import client
 from preheat.utils.log import without_controls
 
 

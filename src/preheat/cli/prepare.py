@@ -47,7 +47,7 @@ def run_plan(values: dict[str, Any]) -> int:
 def run_doctor(values: dict[str, Any]) -> int:
     """Print the findings on this machine; return the exit status."""
     as_json = values.pop("json")
-    from preheat import doctor
+    from preheat.extras import doctor
 
     found = list(doctor.findings(load(values)))
     print(json.dumps([finding._asdict() for finding in found], indent=2) if as_json else printable(doctor.table(found)))
@@ -56,7 +56,7 @@ def run_doctor(values: dict[str, Any]) -> int:
 
 def run_collect_env(values: dict[str, Any]) -> int:
     """Print the versions and hardware of this machine; return the exit status."""
-    from preheat import doctor
+    from preheat.extras import doctor
 
     print(json.dumps(doctor.collected(load(values)), indent=2))
     return 0
@@ -114,7 +114,7 @@ def run_calibrate(values: dict[str, Any]) -> int:
         check_texts(settings, prompts)
         check_ids(settings, prompts, 1)
     set_up_logging(settings)
-    from preheat.calibration import calibrate
+    from preheat.extras.calibration import calibrate
 
     print(calibrate(settings, output, prompts))
     return 0
