@@ -51,13 +51,13 @@ from benchmarks.common.shapes import (
     vocabulary,
 )
 from benchmarks.suite.offline import greedy
+from preheat.configs.adapters import LoraModule
 from preheat.frontend.adapters import LoRARequest
 from preheat.frontend.request_state import RequestState
 from preheat.llm import LLM
 from preheat.lora.adapter import adapted_modules, expert_modules
 from preheat.model.families import read_spec
 from preheat.model.files import BUNDLED
-from preheat.utils.adapters import LoraModule
 from preheat.warmup.cold_monitor import ColdMonitor
 
 Adapters = Sequence[LoRARequest | None]

@@ -10,10 +10,10 @@ from preheat.model.config import Config
 from preheat.model.families import ENCODERS, FAMILIES, read_spec
 from preheat.model.recurrence_specs import DeltaSpec
 from preheat.model.specs import ModelSpec
+from preheat.options.options import Option
+from preheat.pooling.encoders import HEADS as ENCODER_HEADS
+from preheat.pooling.encoders import encoder_name
 from preheat.settings import OPTIONS
-from preheat.utils.encoders import HEADS as ENCODER_HEADS
-from preheat.utils.encoders import encoder_name
-from preheat.utils.options import Option
 from tests import qwen_vl
 from tests.cpu.checkpoints import GEMMA4 as GEMMA4_TEXT
 from tests.cpu.checkpoints import LAYER_INPUTS, MISTRAL3_TEXT, MODELS, SMALL, STATES

@@ -3,8 +3,8 @@
 from itertools import groupby
 from pathlib import Path
 
+from preheat.options.options import Option
 from preheat.settings import OPTIONS
-from preheat.utils.options import Option
 
 HEAD = """# Settings
 

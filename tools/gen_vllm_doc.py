@@ -4,14 +4,15 @@ from collections.abc import Iterable, Mapping
 from itertools import groupby
 from pathlib import Path
 
-from preheat.utils import vllm_variables
-from preheat.utils.vllm_flags import FOREIGN, INSTEAD, SHORT, Foreign
+from preheat.options import vllm_variables
+from preheat.options.vllm_flags import FOREIGN, INSTEAD, SHORT, Foreign
 
 DOC = Path(__file__).parents[1] / "docs" / "vllm-flags.md"
 
 HEAD = """# Flags and variables of vLLM
 
-<!-- Written by tools/gen_vllm_doc.py from src/preheat/utils/vllm_flags.py and vllm_variables.py: change them there. -->
+<!-- Written by tools/gen_vllm_doc.py from vllm_flags.py and vllm_variables.py in src/preheat/options: change them.
+-->
 
 Look up a flag or a variable of vLLM that is no setting of preheat. Flags of `vllm serve` with a meaning here are
 [settings](settings.md), and [Coming from vLLM](from-vllm.md) has their differences. All others are below. They count

@@ -35,8 +35,8 @@ from benchmarks.suite.serve import serve
 from benchmarks.suite.startup import caches, startup
 from preheat.errors import PreheatError, SettingsError
 from preheat.model.files import BUNDLED
+from preheat.options.options import add_flags
 from preheat.settings import OPTIONS
-from preheat.utils.options import add_flags
 from preheat.utils.text import did_you_mean
 
 TOGETHER = (("startup",), ("first", "latency", "throughput"), ("serve",), ("long",))

@@ -22,6 +22,7 @@ from preheat.boot_loop import address_of, serving_loop
 from preheat.boot_parts import build_parts
 from preheat.boot_values import Device, Given, Loaded, Parts, Planned
 from preheat.cache_groups import WHOLE
+from preheat.configs.structured import library_version
 from preheat.core import Ready
 from preheat.engine.loop import EngineSide, Loop
 from preheat.engine.step_listener import SilentListener
@@ -49,7 +50,6 @@ from preheat.utils.caches import cache_root
 from preheat.utils.contract import Contract
 from preheat.utils.dynamo import compile_seconds
 from preheat.utils.memory import trim
-from preheat.utils.structured import library_version
 from preheat.utils.trace import Trace
 from preheat.verify.identity import contract_of, proof_of
 from preheat.verify.names import check_names

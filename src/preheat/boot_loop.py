@@ -7,6 +7,8 @@ from collections.abc import Callable, Iterator
 from functools import partial
 
 from preheat.boot_values import Given, Loaded, Parts, Planned
+from preheat.configs.kv_events import kv_events_config
+from preheat.configs.kv_transfer import kv_transfer
 from preheat.core import BlockSource
 from preheat.elastic import Elastic, cache_contents
 from preheat.engine.audit import Audit
@@ -25,8 +27,6 @@ from preheat.model.update import tensors_of
 from preheat.schedule.kv_events import KvEvents
 from preheat.settings import Settings
 from preheat.utils.contract import Contract
-from preheat.utils.kv_events import kv_events_config
-from preheat.utils.kv_transfer import kv_transfer
 from preheat.verify.again import checks_again
 from preheat.verify.boot import BootCheck
 from preheat.warmup.cold_monitor import ColdMonitor

@@ -7,9 +7,9 @@ import sys
 from collections.abc import Sequence
 from typing import Any, Self
 
+from preheat.options.command_words import dashed, plain_words
+from preheat.options.options import add_flags
 from preheat.settings import OPTIONS, Settings
-from preheat.utils.command_words import dashed, plain_words
-from preheat.utils.options import add_flags
 
 
 class _Given:

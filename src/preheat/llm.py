@@ -7,6 +7,9 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
+from preheat.configs.adapters import model_names
+from preheat.configs.kv_transfer import kv_transfer
+from preheat.configs.weight_transfer import TransferGroup, announced
 from preheat.core import EngineState, Outcome, SamplingParams
 from preheat.engine.listeners import STEP_EVENTS
 from preheat.engine.progress import ProgressLines
@@ -23,11 +26,8 @@ from preheat.settings import BUNDLED, Settings
 from preheat.startup import boot_engine, boot_front
 from preheat.stepping import StepEngine
 from preheat.transport import InlineTransport
-from preheat.utils.adapters import model_names
-from preheat.utils.kv_transfer import kv_transfer
 from preheat.utils.refused import Refused
 from preheat.utils.trace import Call, Trace, open_trace
-from preheat.utils.weight_transfer import TransferGroup, announced
 from preheat.warmup.dummy_requests import DummyRequest, EchoLoop, spare_frontend, warm_up_frontend
 from preheat.worker import Worker, collective_rpc
 

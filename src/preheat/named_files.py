@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from preheat.configs.adapters import lora_modules
 from preheat.errors import AdapterError, SettingsError
 from preheat.frontend.chat_template import read_override
 from preheat.frontend.tokenizer import ModelFiles, Tokenizer
 from preheat.lora.config import AdapterConfig
 from preheat.model.files import find_tokenizer
 from preheat.settings import Settings
-from preheat.utils.adapters import lora_modules
 from preheat.utils.files import why_unread
 
 

@@ -10,6 +10,7 @@ from typing import Any, cast
 import msgspec
 from tqdm import tqdm
 
+from preheat.configs.adapters import LoraModule
 from preheat.core import SamplingParams
 from preheat.engine.loop import Loop
 from preheat.errors import InvalidRequest, PreheatError
@@ -44,7 +45,6 @@ from preheat.frontend.prompt_embeds import Embedded
 from preheat.frontend.request_state import CheckedParams, RequestState
 from preheat.inputs import Messages, Prompt, adapter_of_each, as_list, images_of, parts_of, text_of
 from preheat.transport import InlineTransport
-from preheat.utils.adapters import LoraModule
 from preheat.warmup.dummy_requests import EchoLoop
 
 LoRAs = LoRARequest | Sequence[LoRARequest | None] | None

@@ -51,6 +51,7 @@ from preheat.named_files import check_named_files
 from preheat.plan import commands
 from preheat.plan.modes import check_options, instead, resolve, with_defaults
 from preheat.plan.of_model import for_model
+from preheat.pooling.pooling import pooling_of
 from preheat.settings import Settings
 from preheat.settings.combinations import check as check_features
 from preheat.settings.combinations import traits_of
@@ -60,7 +61,6 @@ from preheat.utils import pycache
 from preheat.utils.caches import cache_root
 from preheat.utils.gc import collect_and_freeze, kept_imports
 from preheat.utils.log import set_up_logging
-from preheat.utils.pooling import pooling_of
 from preheat.utils.structs import describe_structs
 from preheat.utils.trace import open_trace
 from preheat.verify.names import check_required

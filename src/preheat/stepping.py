@@ -13,7 +13,7 @@ from preheat.frontend.outputs import CompletionOutput, PoolingOutput, PoolingReq
 from preheat.frontend.request_state import RequestState
 from preheat.inputs import Prompt
 from preheat.offline import OfflineClient
-from preheat.utils.pooling import Pooling
+from preheat.pooling.pooling import Pooling
 
 Output = RequestOutput | PoolingRequestOutput[PoolingOutput]
 

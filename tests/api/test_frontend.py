@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from preheat.configs.adapters import LoraModule
 from preheat.core import (
     AdapterReport,
     Cancel,
@@ -56,7 +57,6 @@ from preheat.server.openai.conversation import plain_messages
 from preheat.server.openai.schema import Message
 from preheat.settings import Settings
 from preheat.startup import boot_front
-from preheat.utils.adapters import LoraModule
 from tests.api.conftest import write_model
 
 READY = Ready(max_model_len=64, num_blocks=10, block_size=16, seconds=0.0)

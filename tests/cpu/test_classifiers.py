@@ -12,7 +12,7 @@ import torch
 from preheat import LLM, InvalidRequest, ModelError, PoolingParams, SettingsError
 from preheat.frontend.pairs import Pair
 from preheat.model.pooled_head import HeadLayer
-from preheat.utils.classes import activation_of, labels_of
+from preheat.pooling.classes import activation_of, labels_of
 from tests.encoders import OPTIONS, logits_of, save_encoder, save_wordpiece
 
 pytestmark = pytest.mark.filterwarnings("ignore")  # warnings of the libraries that write the checkpoints

@@ -16,10 +16,10 @@ from preheat.backends.base.device import HostEvent
 from preheat.errors import NotInvariant
 from preheat.execution.pooler import Pooler
 from preheat.ops.pooling import sum_rows
+from preheat.pooling.pooling import Pooling, pooling_of
 from preheat.schedule.sequence import Pooled
 from preheat.settings import Settings
 from preheat.startup import boot_engine, planned
-from preheat.utils.pooling import Pooling, pooling_of
 from preheat.verify.prompts import Size, make_prompts
 from preheat.verify.verification import Verification
 from tests.cpu.checkpoints import MODELS, save_checkpoint

@@ -12,6 +12,7 @@ import pytest
 from msgspec.structs import replace
 
 from preheat import InvalidRequest, PreheatError, SamplingParams
+from preheat.configs.structured import StructuredOutputsConfig
 from preheat.core import Request
 from preheat.grammar import service
 from preheat.grammar.guidance import Guidance
@@ -20,7 +21,6 @@ from preheat.grammar.service import Grammars, open_grammars
 from preheat.grammar.state import State
 from preheat.schedule.sequence import Sequence
 from preheat.settings import Settings
-from preheat.utils.structured import StructuredOutputsConfig
 from tests.cpu.structured import held, problem, problems, random_llm, texts, write_model
 from tests.schemas import REFUSED, SERVED, closed, corpus
 from tests.tokenizers import sentencepiece

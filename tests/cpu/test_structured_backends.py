@@ -11,12 +11,12 @@ import pytest
 from msgspec.structs import replace
 
 from preheat import LLM, InvalidRequest
+from preheat.configs.structured import library_version
 from preheat.core import Request
 from preheat.errors import SettingsError
 from preheat.grammar.service import open_grammars
 from preheat.grammar.xgrammar import XGrammar
 from preheat.settings import Settings
-from preheat.utils.structured import library_version
 from tests.cpu.structured import held, problem, problems, random_llm, texts, write_model
 from tests.schemas import REFUSED, closed, corpus
 from tests.tokenizers import sentencepiece
@@ -202,7 +202,7 @@ def test_special_tokens_are_no_text(other):
 
 
 def test_one_that_is_not_installed_is_said_at_boot(tmp_path, monkeypatch):
-    monkeypatch.setattr("preheat.utils.structured.find_spec", lambda name: None)
+    monkeypatch.setattr("preheat.configs.structured.find_spec", lambda name: None)
     with pytest.raises(SettingsError, match=r"pip install 'preheat\[xgrammar\]'"):
         random_llm(tmp_path, structured_outputs_config={"backend": "xgrammar"})
 

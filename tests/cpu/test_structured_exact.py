@@ -9,13 +9,13 @@ from typing import Any
 import numpy as np
 import pytest
 
+from preheat.configs.structured import StructuredOutputsConfig
 from preheat.core import Request, SamplingParams, StructuredOutputsParams
 from preheat.errors import InvalidRequest
 from preheat.grammar.guidance import Guidance
 from preheat.grammar.service import Grammars
 from preheat.grammar.state import Grammar, Library
 from preheat.grammar.xgrammar import XGrammar
-from preheat.utils.structured import StructuredOutputsConfig
 from tests.tokenizers import byte_level
 
 pytestmark = pytest.mark.skipif(find_spec("xgrammar") is None, reason="xgrammar is not installed")

@@ -19,9 +19,9 @@ from safetensors.torch import load_file
 
 from benchmarks.common.ports import free_port
 from preheat import LLM, WeightGroup
+from preheat.configs.weight_transfer import TransferGroup
 from preheat.errors import InvalidRequest, ModelError, PreheatError, SettingsError
 from preheat.settings import Settings
-from preheat.utils.weight_transfer import TransferGroup
 from tests.cpu.test_boot_check import SMALL
 from tests.cpu.test_weight_update import tokens
 
@@ -223,7 +223,7 @@ def test_steps_go_on_while_tensors_arrive(llm, trainer, fresh):
     trainer.join(llm)
     names, outcomes = sorted(trainer.tensors), list[Any]()
     trainer.tell(("send", names[:-1]))
-    from preheat.utils.weight_transfer import announced
+    from preheat.configs.weight_transfer import announced
 
     info = trainer.announced(names)["update_info"]
     llm.frontend.command("update_weights", outcomes.append, announced=announced(*info.values()))

@@ -15,8 +15,8 @@ from preheat.core import SAMPLING_FIELDS, SamplingParams
 from preheat.model.families import FAMILIES
 from preheat.model.quantization import ONLINE
 from preheat.model.quantization_methods import METHODS
+from preheat.options.vllm_flags import FOREIGN, SHORT
 from preheat.settings import OPTIONS
-from preheat.utils.vllm_flags import FOREIGN, SHORT
 from tests import shared_code
 from tests.forked import Forked, Forks
 from tests.meta.source import PACKAGE, ROOT

@@ -13,7 +13,8 @@ import pytest
 from tests.meta.source import MODULES, PACKAGE, ROOT, imports, name_of
 
 # Every part may use these, and they may use only each other.
-BASE = {"core", "settings", "limits", "cache_groups", "errors", "metrics", "utils", "backends.names"}
+VALUES = {"configs", "options", "pooling"}
+BASE = {"core", "settings", "limits", "cache_groups", "errors", "metrics", "utils", "backends.names"} | VALUES
 
 # Every part, and the parts that it may import. "backends.base" is a platform in general: the protocol and the facts'
 # type. "backends" are the platforms themselves, from which the boot picks one.
@@ -70,7 +71,11 @@ RULE = {
 }
 
 # Parts that may not use all of the base.
-LESS = {"ops": {"core", "errors"}, "backends": BASE - {"metrics"}, "backends.base": BASE - {"metrics", "utils"}}
+LESS = {
+    "ops": {"core", "errors"},
+    "backends": BASE - {"metrics"},
+    "backends.base": BASE - VALUES - {"metrics", "utils"},
+}
 
 PARTS = sorted(BASE | set(RULE), key=len, reverse=True)
 

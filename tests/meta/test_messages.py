@@ -6,8 +6,8 @@ import re
 
 import pytest
 
+from preheat.options.vllm_flags import FOREIGN
 from preheat.settings import OPTIONS
-from preheat.utils.vllm_flags import FOREIGN
 from tests.meta.messages import messages, template
 from tests.meta.words import count
 

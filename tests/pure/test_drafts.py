@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from preheat.configs.speculation import AUTO_MOST, Speculation
 from preheat.core import SamplingParams, Stats
 from preheat.errors import SettingsError
 from preheat.execution.step_size import step_size_of
@@ -26,7 +27,6 @@ from preheat.schedule.ngram import NgramProposer
 from preheat.schedule.slots import Slots
 from preheat.schedule.suffix import SuffixProposer, SuffixTree
 from preheat.settings import Settings
-from preheat.utils.speculation import AUTO_MOST, Speculation
 from preheat.warmup.dummy_batch import DummyBatches
 from tests.pure.paper import request
 

@@ -16,7 +16,7 @@ from preheat.frontend.encoding import in_groups
 from preheat.frontend.input_processor import InputProcessor
 from preheat.frontend.pairs import Pair
 from preheat.frontend.tokenizer import Tokenizer
-from preheat.utils.pair_template import PairTemplate
+from preheat.pooling.pair_template import PairTemplate
 from tests.tokenizers import byte_level
 
 TEMPLATE = PairTemplate("<|im_start|>Q", "<A>{}<B>{}", "yes?", "<|im_start|>")

@@ -11,12 +11,12 @@ import pytest
 from preheat.backends.cpu.facts import FACTS as CPU
 from preheat.errors import SettingsError
 from preheat.limits import resolve_limits
+from preheat.options import environment
 from preheat.plan.buckets import Bucket, StepSize
 from preheat.plan.modes import check_options, resolve, with_defaults
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.settings import OPTIONS, Settings
-from preheat.utils import environment
 
 TWELVE = {
     f"VLLM_{phase}_{dim}_BUCKET_{part}": value

@@ -15,21 +15,21 @@ from hypothesis import strategies as st
 
 from preheat.cli.common import check_folder
 from preheat.cli.prompts import given_prompts
+from preheat.configs.adapters import path_below
+from preheat.configs.structured import read_preloads
 from preheat.errors import AdapterError, ModelError, PreheatError, SettingsError
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.lora.config import AdapterConfig
 from preheat.model.files import read_config, weight_files
 from preheat.model.inc_files import read_config as read_inc
+from preheat.pooling.pooling import pooling_of
 from preheat.server.batches.output import answers_to
 from preheat.server.http.listener import check_certificates
 from preheat.settings import Settings
 from preheat.startup import planned
 from preheat.utils import files
-from preheat.utils.adapters import path_below
 from preheat.utils.files import open_file, read_file, read_given, read_json, regular_file, write_output, write_whole
 from preheat.utils.log_config import log_as
-from preheat.utils.pooling import pooling_of
-from preheat.utils.structured import read_preloads
 from preheat.verify.golden import read_golden
 from preheat.verify.identity import read_proof
 from preheat.verify.replay import read_receipts

@@ -19,13 +19,13 @@ from preheat.backends.hpu.facts import SIMULATED
 from preheat.backends.registry import ENVIRONMENTS, facts_of
 from preheat.errors import SettingsError
 from preheat.limits import resolve_limits
+from preheat.options import environment
 from preheat.plan.buckets import Bucket
 from preheat.plan.budget import capture_order, graph_shares, split_memory
 from preheat.plan.modes import check_options, resolve, with_defaults
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import make_plan
 from preheat.settings import OPTIONS, Settings
-from preheat.utils import environment
 from preheat.warmup.detail import detail_level
 from preheat.warmup.graphs import capture, divide_memory
 from preheat.warmup.record import Record

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from preheat.configs.adapters import LoraModule
 from preheat.core import AdapterReport, LoadAdapter
 from preheat.errors import AdapterError, WireError
 from preheat.frontend.adapters import Adapters
 from preheat.server.replicas.restarts import MOST_FAILED, WINDOW_SECONDS, Restarts
 from preheat.settings import Settings
-from preheat.utils.adapters import LoraModule
 
 
 def test_restarts_are_bounded_in_a_window() -> None:

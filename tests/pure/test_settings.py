@@ -13,10 +13,10 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 
+from preheat.configs.adapters import lora_modules
 from preheat.errors import SettingsError
+from preheat.options.options import add_flags, parse_bool
 from preheat.settings import OPTIONS, Settings
-from preheat.utils.adapters import lora_modules
-from preheat.utils.options import add_flags, parse_bool
 
 # An option that can be set today, with two values that differ from the default and from each other.
 TRIALS = {

@@ -7,6 +7,7 @@ from decimal import Decimal
 import msgspec
 import pytest
 
+from preheat.configs.structured import preloads_of, read_preloads, structured_config, with_config
 from preheat.core import Level, Request, SamplingParams, StructuredOutputsParams
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.grammar.derive import fits
@@ -19,7 +20,6 @@ from preheat.plan.build_items import GrammarItem
 from preheat.schedule.sequence import Sequence
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
-from preheat.utils.structured import preloads_of, read_preloads, structured_config, with_config
 
 NAMES = ("json", "regex", "choice", "grammar", "json_object", "structural_tag")
 

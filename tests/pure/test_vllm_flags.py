@@ -19,13 +19,13 @@ from hypothesis import strategies as st
 from preheat.cli.common import load
 from preheat.cli.main import _parser, _values
 from preheat.errors import SettingsError
+from preheat.options import environment
+from preheat.options.command_words import dashed, plain_words
+from preheat.options.options import parse_count
+from preheat.options.vllm_flags import ALWAYS, FOREIGN, INSTEAD, REFUSED, SETS, SHORT, UNUSED
+from preheat.options.vllm_variables import VARIABLES, why_unused
 from preheat.settings import OPTIONS, Settings
-from preheat.utils import environment
-from preheat.utils.command_words import dashed, plain_words
-from preheat.utils.options import parse_count
 from preheat.utils.text import misspelled
-from preheat.utils.vllm_flags import ALWAYS, FOREIGN, INSTEAD, REFUSED, SETS, SHORT, UNUSED
-from preheat.utils.vllm_variables import VARIABLES, why_unused
 from tests.command_lines import pairs
 
 DATA = Path(__file__).parent / "vllm"

@@ -9,11 +9,11 @@ from pathlib import Path
 from typing import Any
 
 from preheat.errors import SettingsError
+from preheat.options.options import Option, add_flags
 from preheat.settings import OPTIONS, Settings
 from preheat.settings.paths import check_paths
 from preheat.utils.files import is_shells_pipe, shown
 from preheat.utils.log import printable
-from preheat.utils.options import Option, add_flags
 
 FAILURE = 1
 

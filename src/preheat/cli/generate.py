@@ -18,8 +18,8 @@ from preheat.cli.prompts import given_prompts
 from preheat.core import SAMPLING_FIELDS, SamplingParams
 from preheat.errors import SettingsError
 from preheat.frontend.params_checker import check_params
+from preheat.options.options import add_flags
 from preheat.utils.log import set_up_logging
-from preheat.utils.options import add_flags
 from preheat.verify.given import check_ids, check_texts
 
 if TYPE_CHECKING:

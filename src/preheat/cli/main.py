@@ -31,14 +31,14 @@ from preheat.cli.prepare import (
 from preheat.cli.serve import add_front, add_run_batch, run_serve
 from preheat.cli.verify import add_diff, add_replay, add_verify
 from preheat.errors import InvalidRequest, PreheatError, SettingsError
+from preheat.options.command_words import dashed, plain_words
+from preheat.options.given import instead_of
+from preheat.options.vllm_flags import add_flags_of_vllm
 from preheat.plan import commands as plan_commands
 from preheat.settings import OPTIONS
-from preheat.utils.command_words import dashed, plain_words
 from preheat.utils.completion import SHELLS, script
 from preheat.utils.files import shown, why_unread
-from preheat.utils.given import instead_of
 from preheat.utils.log import one_line
-from preheat.utils.vllm_flags import add_flags_of_vllm
 
 USAGE_ERROR, INTERRUPTED = 2, 130
 

@@ -11,11 +11,11 @@ from typing import Any
 from preheat.backends.registry import facts_of
 from preheat.cli.common import FAILURE, loaded
 from preheat.errors import SettingsError
+from preheat.options.options import add_flags
 from preheat.plan.modes import with_defaults
 from preheat.plan.policy import policy_of
 from preheat.settings import OPTIONS, Settings
 from preheat.utils.files import same_file
-from preheat.utils.options import add_flags
 
 SERVED_MIXED_TOKENS = 512
 """Tokens in a server's mixed steps.

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 import msgspec
 
+from preheat.configs.weight_transfer import Announced, TransferGroup
 from preheat.core.requests import Request
-from preheat.utils.weight_transfer import Announced, TransferGroup
 
 
 class Cancel(msgspec.Struct, tag="cancel"):

@@ -17,9 +17,9 @@ from collections import deque
 import msgspec
 import zmq
 
+from preheat.configs.kv_events import KvEventsConfig
 from preheat.errors import SettingsError
 from preheat.schedule.kv_events import KvEventBatch
-from preheat.utils.kv_events import KvEventsConfig
 
 logger = logging.getLogger(__name__)
 

@@ -1,8 +1,9 @@
-"""Making the proposer of drafts for an engine, from its :class:`~preheat.utils.speculation.Speculation`."""
+"""Making the proposer of drafts for an engine, from its :class:`~preheat.configs.speculation.Speculation`."""
 
 from __future__ import annotations
 
 from preheat.backends.base.backend import Backend
+from preheat.configs.speculation import Speculation
 from preheat.errors import SettingsError
 from preheat.execution.draft_model import DraftModel
 from preheat.model.drafts import draft_settings
@@ -18,7 +19,6 @@ from preheat.schedule.ngram import NgramProposer
 from preheat.schedule.proposer import Proposer
 from preheat.schedule.suffix import SuffixProposer
 from preheat.settings import Settings
-from preheat.utils.speculation import Speculation
 
 
 def load_draft(settings: Settings, backend: Backend, target: LoadedModel) -> LoadedModel | None:

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
 from preheat.backends.names import HOST
-from preheat.utils.weight_transfer import TIMEOUT, Announced
+from preheat.configs.weight_transfer import TIMEOUT, Announced
 
 PREFIX = "preheat weights"
 TRAINER = 0

@@ -12,12 +12,12 @@ from functools import partial
 from torch import Tensor
 
 from preheat.backends.base.backend import Backend
+from preheat.configs.weight_transfer import Announced, TransferGroup, backend_of, transfer_config
 from preheat.errors import InvalidRequest
 from preheat.execution.weight_group import WeightGroup
 from preheat.model.loader import LoadedModel
 from preheat.model.update import tensors_of
 from preheat.settings import Settings
-from preheat.utils.weight_transfer import Announced, TransferGroup, backend_of, transfer_config
 
 MOST_TIMES = 4
 """Limit of announced bytes, as a multiple of the model's.

@@ -6,10 +6,10 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from preheat.configs.adapters import LoraModule, lora_modules, model_names
 from preheat.core import AdapterReport, LoadAdapter, ToEngine, UnloadAdapter
 from preheat.errors import AlreadyThere, InvalidRequest, NotFound, PreheatError
 from preheat.settings import Settings
-from preheat.utils.adapters import LoraModule, lora_modules, model_names
 
 OnDone = Callable[[PreheatError | None], None]
 """Called once: with None when the engine has done its task, or with the error that stopped it."""

@@ -17,9 +17,9 @@ from preheat.frontend.long_texts import weighted_mean
 from preheat.frontend.outputs import PoolingOutput, PoolingRequestOutput
 from preheat.frontend.pairs import Pair
 from preheat.frontend.request_state import RequestState
+from preheat.pooling.pooling import Pooling
+from preheat.pooling.sentence_modules import PoolingType
 from preheat.utils.exact_sums import exact_sums
-from preheat.utils.pooling import Pooling
-from preheat.utils.sentence_modules import PoolingType
 
 
 class PoolingParams(msgspec.Struct, frozen=True, omit_defaults=True):

@@ -53,8 +53,8 @@ from preheat.frontend.relay import Relay, apart
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.metrics import Metrics
+from preheat.pooling.pooling import Pooling
 from preheat.utils.contract import Contract, digest_of
-from preheat.utils.pooling import Pooling
 
 if TYPE_CHECKING:
     from preheat.frontend.images import Source  # needs Pillow; models without images do without it

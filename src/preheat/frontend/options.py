@@ -13,7 +13,7 @@ from preheat.frontend.chat_template import ChatTemplate
 from preheat.frontend.receipts import Receipts
 from preheat.frontend.tracing import RequestTraces
 from preheat.metrics import Metrics
-from preheat.utils.pooling import Pooling
+from preheat.pooling.pooling import Pooling
 
 if TYPE_CHECKING:
     from preheat.frontend.images import Images  # needs Pillow; models without images do without it

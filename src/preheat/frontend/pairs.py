@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from preheat.utils.pair_template import PairTemplate
+from preheat.pooling.pair_template import PairTemplate
 
 
 @dataclass(frozen=True)

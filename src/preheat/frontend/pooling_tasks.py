@@ -6,8 +6,8 @@ from preheat.errors import InvalidRequest
 from preheat.frontend.embedding import asked_of
 from preheat.frontend.params_checker import ParamsChecker
 from preheat.frontend.request_state import CheckedParams
-from preheat.utils.pooling import Pooling
-from preheat.utils.sentence_modules import PoolingType
+from preheat.pooling.pooling import Pooling
+from preheat.pooling.sentence_modules import PoolingType
 
 MOST_KEPT = 64
 """Most parameters of texts to pool that are kept: clients choose where a text is cut."""

@@ -22,6 +22,14 @@ from typing import NamedTuple
 import msgspec
 import numpy as np
 
+from preheat.configs.structured import (
+    StructuredOutputsConfig,
+    library_of,
+    preloads_of,
+    structured_config,
+    why_none,
+    with_config,
+)
 from preheat.core import GrammarStats, Request, Schedule, StructuredOutputsParams
 from preheat.errors import InvalidRequest, PreheatError
 from preheat.grammar.guidance import Guidance
@@ -31,14 +39,6 @@ from preheat.grammar.xgrammar import XGrammar
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
 from preheat.utils.files import TABLE_BYTES, read_text
-from preheat.utils.structured import (
-    StructuredOutputsConfig,
-    library_of,
-    preloads_of,
-    structured_config,
-    why_none,
-    with_config,
-)
 
 logger = logging.getLogger(__name__)
 

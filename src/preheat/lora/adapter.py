@@ -19,6 +19,7 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from preheat.configs.adapters import ADAPTER_TENSORS as TENSORS
 from preheat.errors import AdapterError, ModelError
 from preheat.lora.config import AdapterConfig, ModuleRules, endings
 from preheat.lora.experts import Stack, alike, stacks_of
@@ -29,7 +30,6 @@ from preheat.model.spec_tree import leaves
 from preheat.model.specs import ModelSpec
 from preheat.model.tensor_specs import TIED_HEAD, LinearSpec
 from preheat.ops.matmul import LowRankPair
-from preheat.utils.adapters import ADAPTER_TENSORS as TENSORS
 from preheat.utils.files import open_file, why_unread
 from preheat.utils.text import some
 

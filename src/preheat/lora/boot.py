@@ -6,12 +6,12 @@ import logging
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from preheat.configs.adapters import lora_modules
 from preheat.lora.adapter import read_adapter
 from preheat.lora.service import NO_ADAPTERS, Adapters
 from preheat.model.adapters import Packed
 from preheat.model.loader import LoadedModel
 from preheat.settings import Settings
-from preheat.utils.adapters import lora_modules
 
 logger = logging.getLogger(__name__)
 

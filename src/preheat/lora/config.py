@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from preheat.configs.adapters import ADAPTER_CONFIG as CONFIG
 from preheat.errors import AdapterError, ModelError
-from preheat.utils.adapters import ADAPTER_CONFIG as CONFIG
 from preheat.utils.expressions import BadExpression, Expressions, Found, first_matches
 from preheat.utils.files import read_json
 from preheat.utils.text import brief

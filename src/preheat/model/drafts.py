@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from preheat.configs.speculation import WITHOUT
 from preheat.settings import Settings
-from preheat.utils.speculation import WITHOUT
 
 
 def draft_settings(settings: Settings) -> Settings | None:

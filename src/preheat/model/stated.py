@@ -13,10 +13,10 @@ from preheat.model.families.heads import with_token_rows
 from preheat.model.files import read_config
 from preheat.model.specs import ModelSpec, without_head
 from preheat.model.tensor_specs import HeadSpec
+from preheat.pooling.classes import from_tokens
+from preheat.pooling.pooling import pooling_of
 from preheat.settings import Settings
-from preheat.utils.classes import from_tokens
 from preheat.utils.files import TABLE_BYTES, read_file
-from preheat.utils.pooling import pooling_of
 
 
 def stated_spec(settings: Settings, folder: Path) -> ModelSpec:

@@ -9,9 +9,9 @@ from preheat.backends.base.facts import Facts, Mode
 from preheat.model.families import read_spec
 from preheat.model.files import find_model, read_config
 from preheat.model.specs import ModelSpec
+from preheat.pooling.pooling import pooling_of
 from preheat.settings import Settings
 from preheat.settings.combinations import Lacks, check, traits_of
-from preheat.utils.pooling import pooling_of
 
 
 def check_traits(settings: Settings, facts: Facts, mode: Mode | None = None) -> None:

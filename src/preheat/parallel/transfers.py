@@ -12,13 +12,13 @@ from typing import Any
 from torch import Tensor
 
 from preheat.backends.base.backend import Backend
+from preheat.configs.weight_transfer import Announced, TransferGroup
 from preheat.errors import PreheatError, WireError
 from preheat.execution.weight_transfer import Transfers
 from preheat.model.loader import LoadedModel
 from preheat.parallel.ranks import Ranks
 from preheat.parallel.reports import outcome_of
 from preheat.settings import Settings
-from preheat.utils.weight_transfer import Announced, TransferGroup
 
 
 class SharedTransfers(Transfers):

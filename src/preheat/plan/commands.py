@@ -23,8 +23,8 @@ from preheat.plan.plan import Plan, make_plan
 from preheat.plan.repeat_items import PaceItem
 from preheat.plan.sampler_settings import LEVEL_SETTINGS
 from preheat.plan.step_items import DraftItem, ForwardItem, SamplerItem
+from preheat.pooling.encoders import SPARE
 from preheat.settings import Settings
-from preheat.utils.encoders import SPARE
 
 MOST_REASONS = 8
 

@@ -8,12 +8,12 @@ from dataclasses import replace
 from typing import Any
 
 from preheat.backends.base.facts import Facts, Mode
+from preheat.configs.bucketing import DEFAULT_POLICY
+from preheat.configs.kv_transfer import kv_transfer
 from preheat.errors import SettingsError
+from preheat.options.environment import warn
 from preheat.plan.policy import policy_of
 from preheat.settings import OPTIONS, Settings
-from preheat.utils.bucketing import DEFAULT_POLICY
-from preheat.utils.environment import warn
-from preheat.utils.kv_transfer import kv_transfer
 
 logger = logging.getLogger(__name__)
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from preheat.backends.base.facts import Facts
+from preheat.configs.speculation import WITH_WEIGHTS
+from preheat.configs.structured import preloads_of
 from preheat.plan.functions import Function
 from preheat.settings.warm_up import BucketSettings
-from preheat.utils.speculation import WITH_WEIGHTS
-from preheat.utils.structured import preloads_of
 
 DIMENSIONS = ("prompt_bs", "prompt_seq", "decode_bs", "decode_block", "decode_seq")
 

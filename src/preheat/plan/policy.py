@@ -11,13 +11,13 @@ from collections.abc import Mapping
 from types import MappingProxyType
 from typing import ClassVar
 
+from preheat.configs.bucketing import DEFAULT_POLICY
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.plan.buckets import Bucket, Phase, StepSize
 from preheat.plan.options import PlanOptions
 from preheat.plan.regions import DecodeByBlocks, DecodeByLength, DecodeRegion, MixedRegion, PromptRegion, Region
 from preheat.settings import Settings
-from preheat.utils.bucketing import DEFAULT_POLICY
 
 Span = tuple[int, int, int]
 """A range of bucket sizes: (min, step, max)."""

@@ -122,7 +122,7 @@ class _SequenceTree:
 
 
 class SuffixProposer:
-    """The method ``suffix``, with the options of :class:`preheat.utils.speculation.Speculation`.
+    """The method ``suffix``, with the options of :class:`preheat.configs.speculation.Speculation`.
 
     With ``requests`` 0 there are no past answers.
     """

@@ -13,7 +13,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from preheat.configs.adapters import check_names
+from preheat.configs.bucketing import with_bucketing_policy
+from preheat.configs.kv_transfer import kv_transfer
+from preheat.configs.speculation import Speculation, speculation_of
+from preheat.configs.structured import structured_config
+from preheat.configs.weight_transfer import transfer_config
 from preheat.errors import SettingsError
+from preheat.options.environment import read_environment, without_unused
+from preheat.options.given import given_options
+from preheat.options.options import Option, registry
 from preheat.settings.adapters import AdapterSettings
 from preheat.settings.combinations import check_settings
 from preheat.settings.devices import SeveralDevicesSettings
@@ -33,16 +42,7 @@ from preheat.settings.warm_up import (
     ProofSettings,
     WarmUpSettings,
 )
-from preheat.utils.adapters import check_names
-from preheat.utils.bucketing import with_bucketing_policy
-from preheat.utils.environment import read_environment, without_unused
 from preheat.utils.files import read_given, shown, why_unread
-from preheat.utils.given import given_options
-from preheat.utils.kv_transfer import kv_transfer
-from preheat.utils.options import Option, registry
-from preheat.utils.speculation import Speculation, speculation
-from preheat.utils.structured import structured_config
-from preheat.utils.weight_transfer import transfer_config
 
 __all__ = ["BUNDLED", "OPTIONS", "Settings"]
 
@@ -97,7 +97,7 @@ class Settings(  # a dataclass has the fields of its last base first
     @property
     def speculation(self) -> Speculation | None:
         """The drafting of tokens, or None."""
-        return speculation(self)
+        return speculation_of(self)
 
     @classmethod
     def load(

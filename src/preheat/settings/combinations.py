@@ -13,9 +13,9 @@ from functools import cache
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+from preheat.configs.kv_events import kv_events_config
+from preheat.configs.kv_transfer import kv_transfer
 from preheat.errors import SettingsError
-from preheat.utils.kv_events import kv_events_config
-from preheat.utils.kv_transfer import kv_transfer
 
 Lacks = Mapping[tuple[str, ...], str]
 """Traits that a backend or a model lacks, alone or together, and the reasons."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from preheat.backends.names import DEVICES
-from preheat.utils.options import option
+from preheat.options.options import option
 
 _run = partial(option, group="Execution and numerics")
 

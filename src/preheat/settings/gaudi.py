@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from preheat.utils.options import option
+from preheat.options.options import option
 
 BATCH_SOFTMAX = ("wsum", "amax", "head_amax", "wsum_head_amax")
 """Softmax variants of vLLM on Gaudi that depend on a whole batch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from preheat.utils.options import option
+from preheat.options.options import option
 
 _general = partial(option, group="General")
 

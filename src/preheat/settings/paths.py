@@ -10,9 +10,9 @@ import stat
 from pathlib import Path
 
 from preheat.errors import SettingsError
+from preheat.options.options import Option
 from preheat.settings import OPTIONS, Settings
 from preheat.utils.files import is_shells_pipe, shown
-from preheat.utils.options import Option
 
 
 def check_paths(settings: Settings) -> None:

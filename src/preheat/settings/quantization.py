@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from preheat.backends.names import HOST
-from preheat.utils.options import option
+from preheat.options.options import option
 
 _quant = partial(option, group="Quantization")
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from preheat.utils.options import option
+from preheat.options.options import option
 
 _server = partial(option, group="Server")
 _images = partial(option, group="Images")

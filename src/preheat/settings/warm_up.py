@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import partial
 
-from preheat.utils.bucketing import bucket_range, strategy_named
-from preheat.utils.options import option
+from preheat.configs.bucketing import bucket_range, strategy_named
+from preheat.options.options import option
 
 _bucketing = partial(option, group="Buckets")
 _warm = partial(option, group="Warm-up")

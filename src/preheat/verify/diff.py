@@ -14,9 +14,9 @@ import msgspec
 import torch
 from torch import Tensor
 
+from preheat.configs.adapters import lora_modules
 from preheat.errors import SettingsError
 from preheat.settings import Settings
-from preheat.utils.adapters import lora_modules
 from preheat.utils.files import shown
 from preheat.verify.drive import Boot, Engine
 from preheat.verify.given import pools

@@ -28,9 +28,9 @@ from preheat.frontend.options import FrontendOptions
 from preheat.frontend.request_state import Choice, RequestState
 from preheat.frontend.tokenizer import ModelFiles, NoTokenizer
 from preheat.model.files import find_model, read_config
+from preheat.pooling.pooling import Pooling, pooling_of
 from preheat.settings import Settings
 from preheat.transport import InlineTransport
-from preheat.utils.pooling import Pooling, pooling_of
 from preheat.verify.check_runner import CheckRunner
 from preheat.verify.compare import Seen
 from preheat.verify.prompts import Prompt

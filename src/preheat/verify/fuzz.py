@@ -21,13 +21,13 @@ import torch
 from preheat.backends.base.backend import Backend
 from preheat.backends.base.facts import Facts
 from preheat.backends.registry import pick_backend
+from preheat.configs.speculation import WITHOUT
 from preheat.errors import PreheatError
 from preheat.model.loader import obstacle
 from preheat.model.stated import stated_spec
 from preheat.plan.modes import instead
+from preheat.pooling.encoders import SPARE
 from preheat.settings import Settings
-from preheat.utils.encoders import SPARE
-from preheat.utils.speculation import WITHOUT
 from preheat.verify.compare import PathResult, compare
 from preheat.verify.drive import Boot, Engine, at_once, in_groups, trickling
 from preheat.verify.prompt_sets import names_of

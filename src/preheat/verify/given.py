@@ -11,8 +11,8 @@ from preheat.errors import SettingsError
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.model.families import read_spec
 from preheat.model.files import find_model, find_tokenizer, read_config
+from preheat.pooling.pooling import pooling_of
 from preheat.settings import Settings
-from preheat.utils.pooling import pooling_of
 
 
 def encoded(settings: Settings, given: Sequence[str | list[int]]) -> list[list[int]]:

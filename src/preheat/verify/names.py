@@ -6,12 +6,12 @@ from collections.abc import Callable, Collection
 from typing import NamedTuple
 
 from preheat.backends.base.facts import Facts, Mode
+from preheat.configs.structured import preloads_of
 from preheat.errors import SettingsError
 from preheat.limits import Limits
 from preheat.model.kv_scales import FP8
 from preheat.plan.policy import policy_of
 from preheat.settings import OPTIONS, Settings
-from preheat.utils.structured import preloads_of
 
 BEHIND_WINDOW = 8
 """The least tokens of a sequence beyond a checked window."""

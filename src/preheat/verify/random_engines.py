@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from preheat.utils.encoders import encoder_name
+from preheat.pooling.encoders import encoder_name
 from preheat.verify.random_models import EVEN, WHOLE_NORMS, WITH_SINKS, WITH_STATES, write_draft
 
 HOST_GIB = 0.02

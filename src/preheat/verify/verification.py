@@ -13,10 +13,10 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from preheat.configs.speculation import WITHOUT
+from preheat.pooling.encoders import SPARE
 from preheat.settings import Settings
 from preheat.utils.contract import Contract
-from preheat.utils.encoders import SPARE
-from preheat.utils.speculation import WITHOUT
 from preheat.verify.boot import SIMULATED
 from preheat.verify.compare import PathResult, Seen, Verdict
 from preheat.verify.drive import Boot, Engine, Prompts

@@ -13,8 +13,8 @@ import sys
 from collections.abc import Callable, Mapping
 
 from preheat.errors import SettingsError
+from preheat.options.options import parse_bool
 from preheat.settings import OPTIONS
-from preheat.utils.options import parse_bool
 
 logger = logging.getLogger(__name__)
 

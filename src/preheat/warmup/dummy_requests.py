@@ -15,6 +15,7 @@ from typing import Any
 import msgspec
 from msgspec.structs import replace
 
+from preheat.configs.structured import JSON_OBJECT
 from preheat.core import OWN_ID, Delta, Finish, Ready, Request, SamplingParams, Stats, ToEngine, TokenLogprobs
 from preheat.engine.loop import Loop
 from preheat.errors import InvalidRequest
@@ -23,7 +24,6 @@ from preheat.frontend.options import FrontendOptions
 from preheat.frontend.tokenizer import Tokenizer
 from preheat.plan.sampler_settings import POOLER_SETTINGS
 from preheat.transport import InlineTransport
-from preheat.utils.structured import JSON_OBJECT
 
 LOOP_ROUNDS, FRONTEND_ROUNDS = 8, 12
 """Rounds that are enough for the interpreter to specialize the code."""

@@ -23,8 +23,8 @@ from preheat.plan.dispatcher import WarnOnce
 from preheat.plan.functions import functions_of
 from preheat.plan.options import PlanOptions
 from preheat.plan.plan import Plan, make_plan
+from preheat.pooling.encoders import SPARE
 from preheat.settings import Settings
-from preheat.utils.encoders import SPARE
 from preheat.warmup.graphs import divide_memory, log_division
 from preheat.warmup.profile import profile_run
 from preheat.warmup.steps import Steps

@@ -9,6 +9,7 @@ import gc
 import os
 
 from preheat.backends.base.backend import Backend
+from preheat.configs.structured import why_none
 from preheat.execution.build import Assembly, Build, layer_rows
 from preheat.execution.executor import Executor
 from preheat.execution.input_batch import Packer
@@ -16,7 +17,6 @@ from preheat.model.loader import LoadedModel
 from preheat.plan.plan import Plan
 from preheat.schedule.slots import Slots
 from preheat.settings import Settings
-from preheat.utils.structured import why_none
 
 CACHE_BLOCKS = 2
 """A dummy step reads and writes the pad block alone."""

@@ -49,8 +49,8 @@ from preheat.ops.moe import add_shared
 from preheat.ops.norm import make_norm
 from preheat.ops.pooling import sum_rows
 from preheat.ops.values import Experts, Matmul, Recurrence, Support, Value
+from preheat.options.environment import warn
 from preheat.settings import Settings
-from preheat.utils.environment import warn
 
 logger = logging.getLogger(__name__)
 

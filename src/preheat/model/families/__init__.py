@@ -47,8 +47,8 @@ from preheat.model.formats import expected_tensors
 from preheat.model.mlp_specs import MoeSpec
 from preheat.model.quantization import quantized
 from preheat.model.specs import LayerSpec, ModelSpec, base_model
+from preheat.pooling.encoders import CLASSIFIER, TOKENS, encoder_name
 from preheat.settings import Settings
-from preheat.utils.encoders import CLASSIFIER, TOKENS, encoder_name
 from preheat.utils.text import misspelled
 
 FAMILIES: Mapping[str, Callable[[Config], ModelSpec]] = {
@@ -118,7 +118,7 @@ ENCODERS: Mapping[str, Callable[[Config], ModelSpec]] = {
     "Roberta": bert.roberta,
     "XLMRoberta": jina.xlm_roberta,
 }
-"""The encoders by the beginning of the name, see :mod:`preheat.utils.encoders`."""
+"""The encoders by the beginning of the name, see :mod:`preheat.pooling.encoders`."""
 
 
 HEADS: Mapping[str, Callable[[ModelSpec, Config], ModelSpec]] = {CLASSIFIER: with_classifier, TOKENS: with_token_head}

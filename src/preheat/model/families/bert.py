@@ -14,7 +14,7 @@ from preheat.model.mlp_specs import DenseSpec
 from preheat.model.specs import ModelSpec, Rename
 from preheat.model.tensor_specs import DistanceSpec, EmbeddingSpec, LinearSpec
 from preheat.ops.kinds import Activation
-from preheat.utils.encoders import SPARE
+from preheat.pooling.encoders import SPARE
 
 _ACTIVATIONS: dict[str, Activation] = {"gelu": "gelu", "gelu_new": "gelu_tanh", "gelu_pytorch_tanh": "gelu_tanh"}
 

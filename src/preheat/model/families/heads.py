@@ -10,7 +10,7 @@ from preheat.errors import ModelError
 from preheat.model.config import Config
 from preheat.model.specs import ModelSpec
 from preheat.model.tensor_specs import HeadActivation, HeadSpec, NormSpec
-from preheat.utils.classes import from_tokens, labels_of
+from preheat.pooling.classes import from_tokens, labels_of
 
 _POOLER: tuple[str, HeadActivation, str] = ("pooler.dense", "tanh", "classifier")
 _HEADS: dict[str, tuple[str, HeadActivation, str]] = {

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from preheat.utils.encoders import ENCODERS
+from preheat.pooling.encoders import ENCODERS
 
 _ENCODER = "attention that looks ahead (an encoder)"
 _HEAD = "a head that is not read: an encoder makes embeddings, scores and classes"

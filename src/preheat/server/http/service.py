@@ -13,6 +13,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
+from preheat.configs.adapters import LoraModule, lora_modules, model_names
 from preheat.core import Progress, ToEngine
 from preheat.errors import Asleep, Draining, EngineDead, ModelNotFound, NotReady, PreheatError, StepTimeout
 from preheat.frontend.frontend import Frontend
@@ -22,7 +23,6 @@ from preheat.server.openai.background import Background
 from preheat.server.openai.responses_store import ResponseStore
 from preheat.server.operations.live import LiveRecords
 from preheat.settings import Settings
-from preheat.utils.adapters import LoraModule, lora_modules, model_names
 
 if TYPE_CHECKING:
     from preheat.server.http.image_lanes import ImageLanes

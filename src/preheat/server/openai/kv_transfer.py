@@ -7,12 +7,12 @@ from typing import Any, Protocol
 
 from starlette.requests import Request
 
+from preheat.configs.kv_transfer import KvTransfer, kv_transfer
 from preheat.core import BlockSource
 from preheat.errors import InvalidRequest
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.request_state import RequestState
 from preheat.server.openai.schema import KvTransferParams, Sampling
-from preheat.utils.kv_transfer import KvTransfer, kv_transfer
 
 _NAME = "kv_transfer_params"
 

@@ -11,12 +11,12 @@ from collections.abc import Callable
 from starlette.requests import Request
 from starlette.responses import Response
 
+from preheat.configs.adapters import LoraModule, path_below
 from preheat.errors import PreheatError
 from preheat.frontend.adapters import OnDone
 from preheat.server.http.body import read_request
 from preheat.server.http.service import Service
 from preheat.server.openai.schema import LoadLoraAdapterRequest, UnloadLoraAdapterRequest
-from preheat.utils.adapters import LoraModule, path_below
 
 
 async def load_lora_adapter(request: Request) -> Response:

@@ -13,6 +13,7 @@ from msgspec import Struct
 from starlette.requests import Request
 from starlette.responses import Response
 
+from preheat.configs.weight_transfer import TIMEOUT, TransferGroup, announced
 from preheat.core import EngineState, Outcome
 from preheat.errors import InvalidRequest, ModelError, SettingsError
 from preheat.frontend.frontend import Frontend
@@ -23,7 +24,6 @@ from preheat.server.openai.schema import FilePath, ForModel, Name, only
 from preheat.server.operations.status import PATIENCE, switched
 from preheat.settings import Settings
 from preheat.utils.files import folder_below, shown
-from preheat.utils.weight_transfer import TIMEOUT, TransferGroup, announced
 
 
 class UpdateInfo(Struct, forbid_unknown_fields=True):

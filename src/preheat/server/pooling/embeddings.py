@@ -27,6 +27,7 @@ from preheat.frontend.embedding import (
 from preheat.frontend.embedding import embeddings as made_embeddings
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.request_state import RequestState
+from preheat.pooling.pooling import Pooling
 from preheat.server.http.body import interpreted, read_request
 from preheat.server.http.ignored import ignore
 from preheat.server.http.middleware import request_id
@@ -44,7 +45,6 @@ from preheat.server.pooling.embeddings_schema import (
     PoolingRequest,
     Texts,
 )
-from preheat.utils.pooling import Pooling
 
 FLOAT_LE = np.dtype("<f4")
 

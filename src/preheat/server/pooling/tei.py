@@ -16,6 +16,7 @@ from preheat.errors import InvalidRequest
 from preheat.frontend.embedding import check_of_tokens, prompt_of
 from preheat.frontend.pairs import Pair
 from preheat.frontend.request_state import RequestState
+from preheat.pooling.pooling import Pooling
 from preheat.server.http.body import peeked, read_request
 from preheat.server.http.service import Service
 from preheat.server.http.text_fields import named, renamed, sides
@@ -37,7 +38,6 @@ from preheat.server.pooling.tei_schema import (
     SimilarityOptions,
     SimilarityRequest,
 )
-from preheat.utils.pooling import Pooling
 
 INPUTS = named("inputs")
 """The texts of TEI's bodies."""

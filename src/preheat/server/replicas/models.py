@@ -9,17 +9,17 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
+from preheat.configs.adapters import lora_modules
+from preheat.configs.bucketing import with_bucketing_policy
 from preheat.core import FromEngine, Ready, ToEngine
 from preheat.errors import EngineDead, PreheatError, SettingsError
 from preheat.frontend.frontend import Frontend
+from preheat.options.given import given_options
 from preheat.server.http.service import Service
 from preheat.server.replicas.pod_http import pods
 from preheat.server.replicas.replicas import Replicas
 from preheat.server.replicas.supervisor import Supervisor
 from preheat.settings import OPTIONS, Settings
-from preheat.utils.adapters import lora_modules
-from preheat.utils.bucketing import with_bucketing_policy
-from preheat.utils.given import given_options
 
 _OF_THE_SERVER = ("Server", "General")
 

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from preheat.backends.cuda.sampling.shared import EDIT, HEADER, ROW
+from preheat.configs.speculation import MAX_TOKENS
 from preheat.core import MAX_LOGIT_BIAS, MAX_STOP_IDS
 from preheat.ops.sampling import Edits, Penalties, SamplingInput
 from preheat.ops.top_k_top_p import SamplingMetadata, furthest
-from preheat.utils.speculation import MAX_TOKENS
 
 EDITS_PER_ROW = MAX_LOGIT_BIAS + MAX_STOP_IDS
 """Edits of a row for all logit biases and banned ids allowed in a request."""

@@ -13,9 +13,9 @@ from functools import cache
 from typing import Any
 
 from preheat.errors import SettingsError
-from preheat.utils.options import Option, parse_bool
+from preheat.options.options import Option, parse_bool
+from preheat.options.vllm_variables import why_unused
 from preheat.utils.text import misspelled
-from preheat.utils.vllm_variables import why_unused
 
 logger = logging.getLogger(__name__)
 

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
+from preheat.configs.structured import why_none
 from preheat.errors import SettingsError
-from preheat.utils.structured import why_none
 from preheat.utils.text import did_you_mean
 
 Method = Literal["ngram", "suffix", "draft_model", "eagle3", "mtp", "grammar"]
@@ -129,7 +129,7 @@ _KEYS: Mapping[str, tuple[tuple[type, ...], float | None, float | None]] = Mappi
 _ONLY = {"prompt_lookup": "ngram", "suffix_decoding": "suffix"}
 
 
-def speculation(settings: Any) -> Speculation | None:
+def speculation_of(settings: Any) -> Speculation | None:
     """Return the speculation of ``settings``; None without one. Raises SettingsError, naming the key or the option."""
     asked = _asked(settings)
     if not asked:

@@ -1,8 +1,8 @@
 """Values by name: our options and vLLM's flags.
 
 The names come from a file of options, from flags or from keywords. A name may have dashes or underscores, begin with
-``no-`` for a switch, and end with the key of a JSON object behind a dot. The module :mod:`preheat.utils.vllm_flags` has
-the flags of vLLM that are no options here.
+``no-`` for a switch, and end with the key of a JSON object behind a dot. The module :mod:`preheat.options.vllm_flags`
+has the flags of vLLM that are no options here.
 """
 
 from __future__ import annotations
@@ -13,10 +13,10 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 from preheat.errors import SettingsError
-from preheat.utils.environment import warn
-from preheat.utils.options import Option
+from preheat.options.environment import warn
+from preheat.options.options import Option
+from preheat.options.vllm_flags import FOREIGN, INSTEAD, Foreign, refuse
 from preheat.utils.text import misspelled
-from preheat.utils.vllm_flags import FOREIGN, INSTEAD, Foreign, refuse
 
 
 def given_options(given: Mapping[str, object], options: Mapping[str, Option], where: str = "") -> dict[str, Any]:

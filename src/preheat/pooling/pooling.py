@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Any
 
 from preheat.errors import ModelError, SettingsError
-from preheat.utils.classes import ClassActivation, activation_of, labels_of
-from preheat.utils.encoders import CLASSIFIER, COLBERTS, TOKENS, encoder_name
-from preheat.utils.pair_template import QWEN3_RERANKER, PairTemplate
-from preheat.utils.sentence_modules import MODULES, POOLING_TYPES, Dense, PoolingType, prompts_in, stated_by
+from preheat.pooling.classes import ClassActivation, activation_of, labels_of
+from preheat.pooling.encoders import CLASSIFIER, COLBERTS, TOKENS, encoder_name
+from preheat.pooling.pair_template import QWEN3_RERANKER, PairTemplate
+from preheat.pooling.sentence_modules import MODULES, POOLING_TYPES, Dense, PoolingType, prompts_in, stated_by
 
 _KEYS = (
     "pooling_type", "seq_pooling_type", "tok_pooling_type", "normalize", "use_activation",

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from preheat.utils.environment import warn
-from preheat.utils.options import option
+from preheat.options.environment import warn
+from preheat.options.options import option
 
 _COUNTED = {
     "prompt_bs": "prompts in a step (with `unified`, the largest is `--max-num-prefill-seqs`)",

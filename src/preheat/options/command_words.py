@@ -13,8 +13,8 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from preheat.errors import SettingsError
-from preheat.utils.given import nested, read_json
-from preheat.utils.vllm_flags import SHORT
+from preheat.options.given import nested, read_json
+from preheat.options.vllm_flags import SHORT
 
 _FLAG = re.compile(r"--?[A-Za-z][\w.+-]*")
 _LEVEL = re.compile(r"-O(\d)")
