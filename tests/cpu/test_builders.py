@@ -15,10 +15,11 @@ pytest.importorskip("triton")
 import torch
 import triton
 
-from preheat.backends.cuda.device import builders, compiling
+from preheat.backends.cuda.device import builders, compiling, kernel_keys
 from preheat.backends.cuda.device.builders import Builders, Crew
 from preheat.backends.cuda.device.card import CARDS
 from preheat.backends.cuda.device.compiling import Job, compile_job
+from preheat.backends.cuda.device.triton_key import TritonKey
 from preheat.backends.cuda.pointwise import digest
 from preheat.backends.cuda.pointwise.digest import digest_rows
 from preheat.errors import KernelRefused
@@ -98,6 +99,41 @@ def test_the_key_of_a_kernel_does_not_depend_on_the_order_of_launches():
     one, other = keys("one", ""), keys("other", "")
     assert len(one) > 200 and one == other
     assert keys("one", "control") != keys("other", "control")
+
+
+ANSWERED = """
+import sys
+from preheat.backends.cuda.device.triton_key import ASKED
+ASKED.begin()
+ASKED._process.terminate() if sys.argv[1] == "killed" else None
+from triton.runtime import build, cache
+own = cache.triton_key, build.platform_key
+import preheat.backends.cuda.backend
+now = cache.triton_key, build.platform_key
+print([each() for each in own] == [each() for each in now], own != now)
+ASKED.leave()
+"""
+
+
+@pytest.mark.parametrize(("fate", "taken"), [("alive", True), ("killed", False)])
+def test_a_process_answers_as_triton_does(fate, taken):
+    told = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", ANSWERED, fate], capture_output=True, text=True, check=True
+    )
+    assert told.stdout.split() == ["True", str(taken)]
+
+
+def test_another_installation_does_not_answer(monkeypatch):
+    monkeypatch.setattr(kernel_keys.cache, "triton_key", kernel_keys.cache.triton_key)
+    monkeypatch.setattr(kernel_keys.build, "platform_key", kernel_keys.build.platform_key)
+    before = kernel_keys.cache.triton_key, kernel_keys.build.platform_key
+    found = TritonKey("/elsewhere/triton/__init__.py", "files", "platform")
+    monkeypatch.setattr(kernel_keys.ASKED, "answer", lambda: found)
+    kernel_keys.order_keys()
+    assert (kernel_keys.cache.triton_key, kernel_keys.build.platform_key) == before
+    monkeypatch.setattr(kernel_keys.ASKED, "answer", lambda: found._replace(installation=triton.__file__))  # control
+    kernel_keys.order_keys()
+    assert (kernel_keys.cache.triton_key(), kernel_keys.build.platform_key()) == ("files", "platform")
 
 
 @pytest.fixture

@@ -83,7 +83,7 @@ PARTS = sorted(BASE | set(RULE), key=len, reverse=True)
 WITHOUT_TORCH = (
     "server.", "frontend.", "grammar.", "schedule.", "kv_transfer.", "plan.", "transport.",
     "backends.cpu.facts", "backends.cuda.facts", "backends.hpu.facts",
-    "backends.hpu.detect", "backends.hpu.environment", "backends.cuda.device.early",
+    "backends.hpu.detect", "backends.hpu.environment", "backends.cuda.device.early", "backends.cuda.device.triton_key",
     "backends.cuda.device.card", "backends.cuda.environment", "backends.cuda.lacking",
     "engine.progress", "engine.loop", "engine.admission", "lora.service",
     "warmup.record", "warmup.page", "warmup.charts", "warmup.report",

@@ -78,9 +78,6 @@ def pick_backend(device: str, rank: int = 0) -> Backend:
         from preheat.backends.cuda.device.detect import has_gpu, obstacle
 
         if (reason := obstacle(rank)) is None:
-            from preheat.backends.cuda.device.kernel_keys import hash_triton
-
-            hash_triton()
             from preheat.backends.cuda.backend import CudaBackend
 
             return CudaBackend(rank)

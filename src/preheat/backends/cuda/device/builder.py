@@ -30,13 +30,12 @@ def serve(line: Connection) -> None:
 def main() -> None:
     """Import the kernels once, then serve each line in a process of its own."""
     lines = [Connection(int(number)) for number in sys.argv[1:]]
-    from preheat.backends.cuda.device.kernel_keys import hash_triton
+    from preheat.backends.cuda.device.triton_key import ASKED
     from preheat.utils.gc import kept_imports
 
-    hashing = hash_triton()
+    ASKED.begin()
     with kept_imports():
-        import preheat.backends.cuda.backend  # noqa: F401 - forks share the kernels
-    hashing.join()  # a process with threads cannot be forked safely
+        import preheat.backends.cuda.backend  # noqa: F401 - forks share the kernels, and Triton's key
     mine = next((line for line in lines[1:] if os.fork() == 0), lines[0])
     for line in lines:
         if line is not mine:

@@ -11,6 +11,7 @@ import os
 import threading
 
 from preheat.backends.cuda.device.builders import CREW
+from preheat.backends.cuda.device.triton_key import ASKED
 
 DRIVER = "libcuda.so.1"
 
@@ -33,6 +34,7 @@ def wake_gpu(rank: int = 0) -> None:
 def _wake(rank: int) -> None:
     if _driver() is not None:
         CREW.start_if_cold()
+        ASKED.begin()
         if not rank:
             build_context()
 
@@ -40,6 +42,7 @@ def _wake(rank: int) -> None:
 def rest() -> None:
     """End the processes that only a boot needs."""
     CREW.leave()
+    ASKED.leave()
 
 
 def _driver() -> ctypes.CDLL | None:

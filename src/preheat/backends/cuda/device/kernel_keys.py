@@ -7,10 +7,13 @@ kernels that were launched before: another process, or a boot with another optio
 
 from __future__ import annotations
 
-import threading
+from collections.abc import Callable
 
-from triton.runtime.cache import triton_key
+import triton
+from triton.runtime import build, cache
 from triton.runtime.jit import DependenciesFinder, JITCallable
+
+from preheat.backends.cuda.device.triton_key import ASKED
 
 _take = DependenciesFinder._update_hash
 
@@ -21,13 +24,12 @@ def take(self: DependenciesFinder, function: JITCallable) -> None:
     _take(self, function)
 
 
-def hash_triton() -> threading.Thread:
-    """Begin to hash Triton's files, which are a part of every key; a thread reads them in half a second."""
-    thread = threading.Thread(target=triton_key, name="triton-key", daemon=True)
-    thread.start()
-    return thread
-
-
 def order_keys() -> None:
-    """Let Triton take called functions by :func:`take`."""
+    """Let Triton take called functions by :func:`take`, and its own key from the process that has computed it."""
     DependenciesFinder._update_hash = take
+    if (found := ASKED.answer()) is not None and found.installation == triton.__file__:
+        cache.triton_key, build.platform_key = _always(found.files), _always(found.platform)
+
+
+def _always(value: str) -> Callable[[], str]:
+    return lambda: value
