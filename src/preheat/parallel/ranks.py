@@ -35,6 +35,7 @@ from preheat.parallel.reports import Heard
 from preheat.parallel.sites import Memory, Network, Site
 from preheat.parallel.wire import Address, Door, hang_up
 from preheat.settings import Settings
+from preheat.utils.children import child_environment
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,8 @@ class Children:
 def _child(rank: int) -> Started:
     ours, theirs = Pipe()
     child = Child(
-        [sys.executable, "-m", "preheat.parallel.rank", str(rank), str(theirs.fileno())],
+        [sys.executable, "-P", "-m", "preheat.parallel.rank", str(rank), str(theirs.fileno())],
+        env=child_environment(),
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],
         start_new_session=True,  # Ctrl-C does not reach it

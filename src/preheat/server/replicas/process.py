@@ -22,6 +22,7 @@ import msgspec
 from preheat.core import Drain
 from preheat.settings import Settings
 from preheat.transport import FrontendTransport, announce_leaving, remove_sockets
+from preheat.utils.children import child_environment
 from preheat.utils.lifeline import Lifeline
 
 ENGINE = "preheat.startup:run_engine"
@@ -33,7 +34,7 @@ _STOP_SECONDS = 5.0
 
 def _start(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start a child that runs :func:`main`."""
-    command = [sys.executable, "-m", "preheat.server.replicas.process", *arguments]
+    command = [sys.executable, "-P", "-m", "preheat.server.replicas.process", *arguments]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=environment)
 
 
@@ -50,7 +51,7 @@ class EngineProcess:
     ) -> None:
         self.transport = FrontendTransport()
         self.open = True
-        self._child = _start([self.transport.address, entry], os.environ | variables)
+        self._child = _start([self.transport.address, entry], child_environment(variables))
         assert self._child.stdin is not None
         self._stdin = self._child.stdin
         with contextlib.suppress(BrokenPipeError):  # the child has exited; :meth:`watch` will report it

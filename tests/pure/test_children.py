@@ -1,0 +1,68 @@
+"""Python processes that preheat starts import from the places that their parent imports from, and from no other."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from preheat.parallel import ranks
+from preheat.server.replicas import process
+from preheat.settings import Settings
+from preheat.utils.children import child_environment
+from tests.meta.source import MODULES, ROOT, name_of
+
+
+def open_commands(source: str) -> Iterator[list[str]]:
+    """Yield the words of commands of Python that also import from the folder of work."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.List) and node.elts and ast.unparse(node.elts[0]) == "sys.executable":
+            words = [str(word.value) for word in node.elts if isinstance(word, ast.Constant)]
+            if not {"-P", "-I"} & set(words):
+                yield words
+
+
+def test_no_child_imports_from_the_folder_of_work():
+    assert {name_of(path): words for path in MODULES for words in open_commands(path.read_text())} == {}
+    assert list(open_commands('[sys.executable, "-m", "preheat"]')) == [["-m", "preheat"]]  # control
+
+
+@pytest.fixture
+def places(tmp_path, monkeypatch):
+    """Go to a folder with a module that ends its importer, and have another folder with a module ``entry_of_child``."""
+    for name, module, text in (
+        ("work", "msgspec.py", "import os; os._exit(77)"),
+        ("own", "entry_of_child.py", "import os\n\ndef run(settings, address):\n    os._exit(settings.port % 100)\n"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / module).write_text(text)
+    monkeypatch.chdir(tmp_path / "work")
+    monkeypatch.syspath_prepend(str(tmp_path / "own"))
+
+
+def status(environment: dict[str, str]) -> int:
+    """Return the exit status of an engine's process whose entry leaves with the last digits of the port."""
+    child = process._start(["ipc://nowhere", "entry_of_child:run"], environment)
+    child.communicate(msgspec.json.encode(Settings.load({"model": "bundled", "port": 8042}, {})) + b"\n", timeout=60)
+    return child.returncode
+
+
+def test_an_engine_imports_from_the_places_of_its_server(places):
+    assert status(child_environment()) == 42
+    assert status(os.environ | {"PYTHONPATH": str(ROOT / "src")}) == 1  # control: the entry is not found
+
+
+def test_a_rank_is_given_the_places_of_its_engine(monkeypatch, places):
+    seen = []
+    monkeypatch.setattr(ranks, "Child", lambda command, **more: seen.append((command, more["env"])))
+    ranks._child(1)
+    ((command, environment),) = seen
+    code = "import entry_of_child, msgspec"
+    words = [sys.executable, *command[1 : command.index("-m")], "-c", code]
+    assert subprocess.run(words, env=environment, check=False).returncode == 0
+    assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 77  # control
