@@ -139,7 +139,7 @@ def rows_at_once(choice: KernelConfig, outputs: int) -> int | None:
 
     None for cuBLAS: it may choose other sums for other numbers of rows.
     """
-    if isinstance(choice, Library | Expanded):
+    if choice.kind == "library" or choice.kind == "expanded":
         return None
     return max(PROCESSORS // -(-outputs // choice.outputs), 1) * choice.rows
 

@@ -221,6 +221,11 @@ class QuantizedInput:
         return replace(self, plain=True)
 
 
+def places_in(to: Tensor | QuantizedRows) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """Return the memory in ``to`` of norms, of their codes and of the codes' scales; None where there is none."""
+    return (to, None, None) if isinstance(to, Tensor) else (to.plain, to.codes, to.scales)
+
+
 def normed_rows(residual: Tensor, how: QuantizedInput | None) -> Tensor | QuantizedRows:
     """Return memory for the norms of the rows of ``residual``, in the form that the next layer reads."""
     if how is None:

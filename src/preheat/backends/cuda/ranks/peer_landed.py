@@ -17,7 +17,7 @@ from torch import Tensor
 
 from preheat.backends.cuda.device.launch import begin, options
 from preheat.backends.cuda.device.sizes import cdiv
-from preheat.backends.cuda.pointwise.norm import CudaNorm, QuantizedInput, finish_row, layout
+from preheat.backends.cuda.pointwise.norm import CudaNorm, QuantizedInput, finish_row, layout, places_in
 from preheat.backends.cuda.ranks.collective import Landing, Room, root_of
 from preheat.backends.cuda.ranks.peer_kernels import biased, raise_flags, wait
 from preheat.ops.quantization import QuantizedRows
@@ -139,7 +139,7 @@ def norm_landed(
     ``to`` has all rows, in the form of ``how``, see :func:`preheat.backends.cuda.pointwise.norm.normed_rows`.
     """
     rows, part = residual[landing.first : landing.end], to[landing.first : landing.end]
-    out, codes, scales = (part, None, None) if isinstance(part, Tensor) else (part.plain, part.codes, part.scales)
+    out, codes, scales = places_in(part)
     size = rows.shape[1]
     count = len(room.epochs) if size <= WIDE else room.programs
     _add_and_norm[(min(landing.share, programs or count, count),)](

@@ -12,7 +12,7 @@ import triton.language as tl
 from torch import Tensor
 
 from preheat.backends.cuda.device.launch import begin
-from preheat.backends.cuda.pointwise.norm import CudaNorm, QuantizedInput, finish_row, layout, normed_rows
+from preheat.backends.cuda.pointwise.norm import CudaNorm, QuantizedInput, finish_row, layout, normed_rows, places_in
 from preheat.backends.cuda.ranks.collective import Room
 from preheat.backends.cuda.ranks.peer_kernels import EACH, biased, raise_flags, root, send, wait
 from preheat.ops.quantization import QuantizedRows
@@ -63,7 +63,7 @@ def sum_and_norm(
     The norm has the form of ``how``, the next layer's inputs. At most ``programs`` programs run.
     """
     (rows, size), to = mine.shape, normed_rows(residual, how)
-    out, codes, scales = (to, None, None) if isinstance(to, Tensor) else (to.plain, to.codes, to.scales)
+    out, codes, scales = places_in(to)
     stride = room.parts[0].numel() // (2 * room.world * room.programs)
     _sum_and_norm[(min(rows, programs or room.programs),)](
         mine, addend, residual, norm.weight, norm.bias, out, None if how is None else how.static, codes, scales,

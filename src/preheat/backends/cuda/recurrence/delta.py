@@ -154,9 +154,13 @@ class TapedStates(DeltaStates):
         return len(self.tape[0]) // int(kernels.TAPE.value)
 
 
+def _taped(states: DeltaStates) -> TapedStates | None:
+    return states if isinstance(states, TapedStates) else None
+
+
 def _tape(inputs: StepInputs, states: DeltaStates) -> TapedStates | None:
     """Return the ``states`` if tokens of the step go onto their tapes."""
-    return states if inputs.width == 1 and isinstance(states, TapedStates) else None
+    return _taped(states) if inputs.width == 1 else None
 
 
 def tape_bytes(value: Recurrence) -> int:
@@ -285,9 +289,9 @@ class CudaRecurrences:
             self._recur_rows(inputs, x, value, tape, made)
             return
         begun = None
-        if isinstance(states, TapedStates):
-            self.settle(inputs, value, states)
-            begun = states.begun
+        if (taped := _taped(states)) is not None:
+            self.settle(inputs, value, taped)
+            begun = taped.begun
         columns, warps, chunk, rows, *_ = DECODING if inputs.width else PROMPTS
         columns = min(columns, value.value_dim)
         chunked = chunk and not INTERPRETED and value.key_dim % 32 == 0 and columns % (4 * warps) == 0

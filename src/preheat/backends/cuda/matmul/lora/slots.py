@@ -7,7 +7,7 @@ beyond the step's end at once.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import numpy as np
 import torch
@@ -151,7 +151,7 @@ class Factors:
         held = getattr(torch, pair_dtype(value.weight.dtype, term.dtype))
         outputs = term.parts * max(value.groups.experts, 1)
         assert value.groups.experts or len(outputs) <= MOST_PARTS
-        among = ranks if term.shared == "ranks" and isinstance(ranks, RankSums) else RankSums()
+        among = cast(RankSums, ranks) if term.shared == "ranks" and ranks is not None else RankSums()
         splits = value.order.own_k_splits if value.order.is_split and not value.groups.experts else 1
         return cls(value.inputs, outputs, term.slots, term.rank, held, device, k_splits=splits, among=among)
 
