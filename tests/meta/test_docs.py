@@ -20,7 +20,7 @@ from preheat.settings import OPTIONS
 from tests import shared_code
 from tests.forked import Forked, Forks
 from tests.meta.source import PACKAGE, ROOT
-from tools import gen_models_doc, gen_quantization_doc, gen_vllm_doc
+from tools import gen_folders_doc, gen_models_doc, gen_quantization_doc, gen_vllm_doc
 from tools.gen_settings_doc import BEGIN, END, render, with_tables
 
 DOCS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
@@ -74,6 +74,14 @@ def test_models_are_documented_as_they_are():
     assert (ROOT / "docs" / "models.md").read_text() == gen_models_doc.render(), "run: python -m tools.gen_models_doc"
     rows = gen_models_doc.render().splitlines()
     assert [name for name in FAMILIES if not any(row.startswith("|") and f"`{name}`" in row for row in rows)] == []
+
+
+def test_folders_are_documented_as_they_are():
+    page = gen_folders_doc.PAGE.read_text()
+    assert page == gen_folders_doc.written(page), "run: python -m tools.gen_folders_doc"
+    assert [name for name, purpose in gen_folders_doc.folders() if not purpose.endswith(".")] == []
+    source = {path.parent.relative_to(PACKAGE).as_posix() for path in PACKAGE.rglob("*/*.py")}
+    assert {name for name, _ in gen_folders_doc.folders()} == source  # each has a docstring
 
 
 def test_the_page_of_architectures_is_current():

@@ -1,1 +1,1 @@
-"""Operations, one file each: contract in words, reference and kernels."""
+"""Operations, one file each: its contract in words, and a reference in plain torch."""

@@ -1,1 +1,1 @@
-"""The CPU: torch's own kernels, run one after the other."""
+"""The CPU: functions that LLVM compiles, and torch's own kernels."""

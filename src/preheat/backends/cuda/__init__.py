@@ -1,1 +1,1 @@
-"""Triton kernels for NVIDIA GPUs. Each gives the bits that the contract of its operation in :mod:`preheat.ops` says."""
+"""NVIDIA GPUs: kernels in Triton with the bits of the contracts in `preheat.ops`."""
