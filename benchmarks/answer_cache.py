@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from typing import Any
 from urllib.request import urlopen
 
-from benchmarks.chaos import Answer, Asked, mixed, normal
+from benchmarks.common.crowd import Answer, Asked, mixed, normal
 from benchmarks.common.process import environment, serving
 from benchmarks.common.report import parser, save
 

@@ -25,7 +25,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos import mixed, normal, together
+from benchmarks.common.crowd import mixed, normal, together
 from benchmarks.common.planted_bits import planted
 from benchmarks.common.process import environment, flags, serving
 from benchmarks.common.report import parser, save

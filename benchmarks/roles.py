@@ -22,8 +22,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.chaos import ADAPTER, CHAT, Asked, metric, mixed, normal, together
 from benchmarks.common.adapter import write_adapter
+from benchmarks.common.crowd import ADAPTER, CHAT, Asked, metric, mixed, normal, together
 from benchmarks.common.process import environment, serving
 from benchmarks.common.report import parser, save
 from preheat.lora.adapter import adapted_modules

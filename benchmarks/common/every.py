@@ -24,7 +24,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import chaos
+from benchmarks.common import crowd
 from benchmarks.common.process import ServerProcess
 from benchmarks.common.report import RESULTS, alone, save
 
@@ -57,7 +57,7 @@ PARTS = {
 """The parts of a pause in the server, then their sum."""
 
 
-def lengths(asked: Sequence[chaos.Asked], expected: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
+def lengths(asked: Sequence[crowd.Asked], expected: Sequence[dict[str, Any]]) -> list[tuple[int, int, int]]:
     """Return seed, choice and tokens of each sequence."""
     return [
         (one.body["seed"], choice, len(answer["token_ids"]))
@@ -74,7 +74,7 @@ def positions(known: Sequence[tuple[int, int, int]], part: tuple[int, int] = (0,
 
 
 def run(
-    asked: Sequence[chaos.Asked], seed: int, options: dict[str, Any], *,
+    asked: Sequence[crowd.Asked], seed: int, options: dict[str, Any], *,
     most: int, seconds: float, record: str, part: tuple[int, int] = (0, 1),
 ) -> None:  # fmt: skip
     """Kill until every position of ``part`` is met, at most ``most`` times and for ``seconds``.
@@ -85,7 +85,7 @@ def run(
     limits = most, time.monotonic() + seconds
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "witness"
-        with chaos.replicas({"max_num_seqs": 256} | options, MODULE, **{VARIABLE: str(path)}) as server:
+        with crowd.replicas({"max_num_seqs": 256} | options, MODULE, **{VARIABLE: str(path)}) as server:
             own = _rounds(server, asked, path, limits, (_before(same, record), part))
     with alone(record):
         figures = same | _joined(asked, _before(same, record), own)
@@ -119,17 +119,17 @@ def _place(missing: str) -> tuple[int, int, int]:
 
 
 def _undisturbed(
-    server: ServerProcess, asked: Sequence[chaos.Asked], path: Path, of: tuple[dict[str, Any], tuple[int, int]]
+    server: ServerProcess, asked: Sequence[crowd.Asked], path: Path, of: tuple[dict[str, Any], tuple[int, int]]
 ) -> tuple[list[dict[str, Any]], dict[str, Any], set[tuple[int, int, int]]]:
     """Return the answers without a kill, the witness's times and the positions to meet. Tell them to the witness.
 
     They are those of a part that the record lacks.
     """
     port, process = server.port, server.process.pid
-    asyncio.run(chaos.together(port, asked, rank=0))  # so that the next round finds no first use
+    asyncio.run(crowd.together(port, asked, rank=0))  # so that the next round finds no first use
     os.kill(process, signal.SIGHUP)
-    plain = asyncio.run(chaos.together(port, asked, rank=1))
-    expected = [chaos.normal(each) for each in plain]
+    plain = asyncio.run(crowd.together(port, asked, rank=1))
+    expected = [crowd.normal(each) for each in plain]
     assert {each["status"] for each in expected} == {"200"}
     (before, part), known = of, lengths(asked, expected)
     open_ = set(positions(known, part))
@@ -141,40 +141,40 @@ def _undisturbed(
 
 
 def _rounds(
-    server: ServerProcess, asked: Sequence[chaos.Asked], path: Path, most: tuple[int, float],
+    server: ServerProcess, asked: Sequence[crowd.Asked], path: Path, most: tuple[int, float],
     of: tuple[dict[str, Any], tuple[int, int]],
 ) -> dict[str, Any]:  # fmt: skip
     """Return the rounds of this run, with the positions that it has met."""
     port, process = server.port, server.process.pid
     expected, undisturbed, open_ = _undisturbed(server, asked, path, of)
     rounds, missing, begun = list[dict[str, Any]](), None, len(of[0].get("rounds", []))
-    moved = chaos.metric(port, "request_moves_total")
+    moved = crowd.metric(port, "request_moves_total")
     while open_ and missing != [] and len(rounds) < most[0] and time.monotonic() < most[1]:
         os.kill(process, signal.SIGUSR1)
-        answers = asyncio.run(chaos.together(port, asked, rank=(begun + len(rounds)) % 2))
+        answers = asyncio.run(crowd.together(port, asked, rank=(begun + len(rounds)) % 2))
         os.kill(process, signal.SIGUSR2)
         killed = bool(line := told(path, 2 + len(rounds))[-1])
         missing = line.pop("missing", missing)
         differing = [
             {"request": at, "kind": each.kind, "expected": want, "got": got}
-            for at, (each, want, got) in enumerate(zip(asked, expected, map(chaos.normal, answers), strict=True))
+            for at, (each, want, got) in enumerate(zip(asked, expected, map(crowd.normal, answers), strict=True))
             if want != got and got["status"] != REFUSED
         ]
         refused = sum(b" 503 " in each.raw.partition(b"\r\n")[0] for each in answers)
-        gaps = [chaos.pauses(each, line["killed"]) for each in answers if each.times] if killed else []
+        gaps = [crowd.pauses(each, line["killed"]) for each in answers if each.times] if killed else []
         rounds.append({"killed": int(killed), "differing": differing, "refused": refused})
         rounds[-1] |= _figures(line, gaps, undisturbed)
-        rounds[-1]["back_s"] = round(chaos.wait_for_engines(port, 2), 2)
+        rounds[-1]["back_s"] = round(crowd.wait_for_engines(port, 2), 2)
         print(begun + len(rounds), json.dumps(rounds[-1] | {"differing": len(differing)}), flush=True)
     return {
-        "rounds": rounds, "moved": chaos.metric(port, "request_moves_total") - moved,
+        "rounds": rounds, "moved": crowd.metric(port, "request_moves_total") - moved,
         "first_token_p99_s": _at(undisturbed["first_token_s"], 99), "step_s": undisturbed["step_s"],
         "known": lengths(asked, expected), "met": open_.difference(map(_place, missing)) if missing is not None else (),
         "missing": missing or [],
     }  # fmt: skip
 
 
-def _joined(asked: Sequence[chaos.Asked], before: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
+def _joined(asked: Sequence[crowd.Asked], before: dict[str, Any], own: dict[str, Any]) -> dict[str, Any]:
     """Return the figures of the record with the rounds of a run. A position is missing unless any run has met it."""
     before_missing = before["missing"] if before else ["{} {} {} 0".format(*each) for each in positions(own["known"])]
     seen = {_place(each) for each in (*before_missing, *own["missing"]) if each.endswith(" 1")}
@@ -186,7 +186,7 @@ def _joined(asked: Sequence[chaos.Asked], before: dict[str, Any], own: dict[str,
 
 
 def _summary(
-    asked: Sequence[chaos.Asked], known: Sequence[tuple[int, int, int]], rounds: Sequence[dict[str, Any]],
+    asked: Sequence[crowd.Asked], known: Sequence[tuple[int, int, int]], rounds: Sequence[dict[str, Any]],
     missing: Sequence[str],
 ) -> dict[str, Any]:  # fmt: skip
     """Return the figures of all rounds."""

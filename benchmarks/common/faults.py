@@ -24,7 +24,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks import chaos
+from benchmarks.common import crowd
 from benchmarks.common.grounds import GROUNDS, Fleet, children, engines_of, requests
 from benchmarks.common.report import RESULTS, alone, save
 
@@ -112,7 +112,7 @@ class Round:
         return sum(count for cell, count in self.cells.items() if not cell.startswith("open: "))
 
 
-async def _leave(fleet: Fleet, asked: chaos.Asked, state: str, delay: float, reset: bool) -> None:
+async def _leave(fleet: Fleet, asked: crowd.Asked, state: str, delay: float, reset: bool) -> None:
     """Send a request, and close the connection in ``state``; with ``reset`` without a farewell."""
     asked = await fleet.prepared(asked)
     data = json.dumps(asked.body).encode()
@@ -131,7 +131,7 @@ async def _leave(fleet: Fleet, asked: chaos.Asked, state: str, delay: float, res
             writer.close()
 
 
-async def _slow(fleet: Fleet, asked: chaos.Asked, found: chaos.Answer) -> None:
+async def _slow(fleet: Fleet, asked: crowd.Asked, found: crowd.Answer) -> None:
     """Read an answer a few bytes at a time, through a small buffer."""
     asked = await fleet.prepared(asked)
     data = json.dumps(asked.body).encode()
@@ -158,7 +158,7 @@ async def _blip(fleet: Fleet, drawn: random.Random, cells: Counter[str]) -> None
         cells[f"pause of {'an engine' if engine else 'a server'}"] += 1
 
 
-def _state(answer: chaos.Answer, asked: chaos.Asked) -> str:
+def _state(answer: crowd.Answer, asked: crowd.Asked) -> str:
     """Return the state of a survivor's request."""
     if not answer.raw:
         return "open" if not asked.body.get("stream") else "waiting or reading"
@@ -168,10 +168,10 @@ def _state(answer: chaos.Answer, asked: chaos.Asked) -> str:
 class Scene:
     """One round: its requests, the faults in their midst, and the answers."""
 
-    def __init__(self, fleet: Fleet, asked: Sequence[chaos.Asked], result: Round, draw: random.Random) -> None:
+    def __init__(self, fleet: Fleet, asked: Sequence[crowd.Asked], result: Round, draw: random.Random) -> None:
         self.fleet, self.asked, self.result, self.draw = fleet, asked, result, draw
-        self.answers = [chaos.Answer() for _ in asked]
-        self.slow = list[tuple[int, chaos.Answer]]()
+        self.answers = [crowd.Answer() for _ in asked]
+        self.slow = list[tuple[int, crowd.Answer]]()
         self.struck: int | None = None
 
     async def play(self, horizon: float) -> None:
@@ -186,7 +186,7 @@ class Scene:
     async def _survivor(self, at: int) -> None:
         asked = await self.fleet.prepared(self.asked[at])
         with contextlib.suppress(OSError, asyncio.IncompleteReadError):
-            await chaos.answer(self.fleet.port, asked, f"c{at}", lambda: None, found=self.answers[at])
+            await crowd.answer(self.fleet.port, asked, f"c{at}", lambda: None, found=self.answers[at])
 
     async def _commit(self) -> None:
         """Commit the heavy fault, and note the open requests."""
@@ -209,7 +209,7 @@ class Scene:
         await asyncio.sleep(draw.uniform(0, horizon))
         asked = self.asked[at]
         if what == "slow reader":
-            found = chaos.Answer()
+            found = crowd.Answer()
             self.slow.append((at, found))
             self.result.cells[f"{what} | {asked.kind} | answering"] += 1
             with contextlib.suppress(OSError):
@@ -233,7 +233,7 @@ class Scene:
             self.result.answers += 1
             want, found = comparable(expected[at]), None
             with contextlib.suppress(ValueError, IndexError):
-                found = comparable(chaos.normal(got))
+                found = comparable(crowd.normal(got))
             if ends and (found is None or not found["whole"]):
                 self.result.cut += 1
                 continue
@@ -247,7 +247,7 @@ def comparable(found: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in found.items() if name != "ids"}
 
 
-def _one(fleet: Fleet, name: str, number: int, seed: int, plain: tuple[Sequence[chaos.Asked], Any, float]) -> Round:
+def _one(fleet: Fleet, name: str, number: int, seed: int, plain: tuple[Sequence[crowd.Asked], Any, float]) -> Round:
     """Return the outcome of round ``number``."""
     asked, expected, horizon = plain
     draw, began = random.Random(f"{seed}/{name}/{number}"), time.monotonic()
@@ -288,9 +288,9 @@ def on_ground(
             fleet.restore()
             asked = requests(name, seed)
             began = time.monotonic()
-            plain = asyncio.run(chaos.together(fleet.port, asked))
+            plain = asyncio.run(crowd.together(fleet.port, asked))
             horizon = max(time.monotonic() - began, 0.2)
-            expected = [chaos.normal(each) for each in plain]
+            expected = [crowd.normal(each) for each in plain]
             assert {each["status"] for each in expected} == {"200"}, [each.raw[-300:] for each in plain]
             while not rounds or (sum(each.faults for each in rounds) < until and time.monotonic() < end_at):
                 rounds.append(_one(fleet, name, first + len(rounds), seed, (asked, expected, horizon)))

@@ -17,7 +17,7 @@ from typing import Any
 from urllib.error import HTTPError
 from urllib.request import urlopen
 
-from benchmarks import chaos
+from benchmarks.common import crowd
 from benchmarks.common.adapter import write_adapter
 from benchmarks.common.ports import free_ports
 from benchmarks.common.process import environment, flags
@@ -50,7 +50,7 @@ class Ground:
     """
 
     places: tuple[dict[str, Any], ...]
-    kinds: Callable[[int], list[chaos.Asked]]
+    kinds: Callable[[int], list[crowd.Asked]]
     lora: bool = False
     fronts: bool = False
     engines: int = 2
@@ -58,23 +58,23 @@ class Ground:
     reads: bool = False  # place 1 reads the prompts for place 0
 
 
-def _text(seed: int) -> list[chaos.Asked]:
-    return chaos.mixed(REQUESTS, seed, None, TOKENS)
+def _text(seed: int) -> list[crowd.Asked]:
+    return crowd.mixed(REQUESTS, seed, None, TOKENS)
 
 
-def _adapted(seed: int) -> list[chaos.Asked]:
-    return chaos.mixed(REQUESTS, seed, chaos.ADAPTER, TOKENS)
+def _adapted(seed: int) -> list[crowd.Asked]:
+    return crowd.mixed(REQUESTS, seed, crowd.ADAPTER, TOKENS)
 
 
-def _long(seed: int) -> list[chaos.Asked]:
+def _long(seed: int) -> list[crowd.Asked]:
     from benchmarks.roles import longer
 
     return [longer(each, at) for at, each in enumerate(_adapted(seed))]
 
 
-def _pooled(seed: int) -> list[chaos.Asked]:
+def _pooled(seed: int) -> list[crowd.Asked]:
     texts = [f"def f{at}(x):\n    return {seed}\n" * (1 + at) for at in range(REQUESTS)]
-    return [chaos.Asked("pooling", POOLED, {"input": text}) for text in texts]
+    return [crowd.Asked("pooling", POOLED, {"input": text}) for text in texts]
 
 
 GROUNDS: dict[str, Ground] = {
@@ -117,7 +117,7 @@ class Fleet:
         """Start the server of a place."""
         options = ENGINE | self.ground.places[place]
         if self.ground.lora:
-            options |= {"enable_lora": True, "lora_modules": [f"{chaos.ADAPTER}={self.folder}"]}
+            options |= {"enable_lora": True, "lora_modules": [f"{crowd.ADAPTER}={self.folder}"]}
         command = ["serve"]
         if self.ground.fronts and not place:
             kept = ("model", "access_log", "engine_heartbeat_timeout_s", "skip_warmup", "enable_lora", "lora_modules")
@@ -179,7 +179,7 @@ class Fleet:
             child.kill()
             child.wait()
 
-    async def prepared(self, asked: chaos.Asked) -> chaos.Asked:
+    async def prepared(self, asked: crowd.Asked) -> crowd.Asked:
         """Return ``asked`` as the client sends it; a server that reads prompts reads its prompt first."""
         if not self.ground.reads:
             return asked
@@ -187,7 +187,7 @@ class Fleet:
 
         with contextlib.suppress(OSError, ValueError, asyncio.IncompleteReadError, KeyError, TimeoutError):
             async with asyncio.timeout(10):
-                found = await chaos.answer(self.ports[1], reading(asked), "r", lambda: None)
+                found = await crowd.answer(self.ports[1], reading(asked), "r", lambda: None)
             params = json.loads(found.raw.partition(b"\r\n\r\n")[2])["kv_transfer_params"]
             return replace(asked, body=asked.body | {"kv_transfer_params": params})
         return asked
@@ -201,7 +201,7 @@ class Fleet:
                 with contextlib.suppress(HTTPError, OSError):
                     _ask(port, self.ground)  # brings the last counts
                     for name in ("num_requests_running", "num_requests_waiting", "kv_cache_usage_perc"):
-                        if (value := chaos.metric(port, name)) > 0:
+                        if (value := crowd.metric(port, name)) > 0:
                             found.append(f"server {place}: {name} {value:g}")
             wanted = len(self.ground.places) - 1 if self.ground.fronts else self.ground.engines + self.ground.reads
             if (count := len(self.victims())) != wanted:
@@ -213,14 +213,14 @@ class Fleet:
 
 def _ask(port: int, ground: Ground) -> None:
     pools = ground is GROUNDS["pooling"]
-    path, body = (POOLED, {"input": "x"}) if pools else (chaos.COMPLETIONS, {"prompt": "x", "max_tokens": 1})
+    path, body = (POOLED, {"input": "x"}) if pools else (crowd.COMPLETIONS, {"prompt": "x", "max_tokens": 1})
     urlopen(f"http://127.0.0.1:{port}{path}", json.dumps(body).encode(), timeout=10).read()
 
 
 def engines_of(server: int) -> list[int]:
     """Return the processes of the engines of a server, none if it has ended."""
     with contextlib.suppress(OSError):
-        return chaos.engines(server)
+        return crowd.engines(server)
     return []
 
 
@@ -241,6 +241,6 @@ def engines(port: int) -> int:
     return 0
 
 
-def requests(name: str, seed: int) -> Sequence[chaos.Asked]:
+def requests(name: str, seed: int) -> Sequence[crowd.Asked]:
     """Return the requests of a ground."""
     return GROUNDS[name].kinds(seed)

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks import chaos
+from benchmarks.common import crowd
 from benchmarks.common.report import save
 from preheat.errors import PreheatError
 
@@ -69,19 +69,19 @@ def stop() -> None:
     ray.shutdown()
 
 
-def killed(asked: Sequence[chaos.Asked]) -> dict[str, Any]:
+def killed(asked: Sequence[crowd.Asked]) -> dict[str, Any]:
     """Answer ``asked`` twice, the second time while a replica is killed; return what differs."""
-    plain = asyncio.run(chaos.together(PORT, asked))
+    plain = asyncio.run(crowd.together(PORT, asked))
     parts = sum(len(each.times) for each in plain)
     victim, at = replicas()[0], list[float]()
 
-    def kill(_: list[chaos.Answer]) -> None:
+    def kill(_: list[crowd.Answer]) -> None:
         at.append(time.monotonic())
         os.kill(victim, signal.SIGKILL)
 
-    answers = asyncio.run(chaos.together(PORT, asked, max(parts // 3, 1), kill))
-    expected, got = list(map(chaos.normal, plain)), list(map(chaos.normal, answers))
-    pauses = sorted(chaos.pauses(each, at[0]) for each in answers) if at else []
+    answers = asyncio.run(crowd.together(PORT, asked, max(parts // 3, 1), kill))
+    expected, got = list(map(crowd.normal, plain)), list(map(crowd.normal, answers))
+    pauses = sorted(crowd.pauses(each, at[0]) for each in answers) if at else []
     return {
         "requests": len(asked), "killed": len(at), "statuses": sorted({each["status"] for each in expected}),
         "differing": [
@@ -95,11 +95,11 @@ def killed(asked: Sequence[chaos.Asked]) -> dict[str, Any]:
 def items(streams: int = 64, tokens: int = 100) -> dict[str, Any]:
     """Return the items a second through the ingress: ``streams`` streams with an event for each token."""
     body = {"prompt": "def f(x):", "max_tokens": tokens, "ignore_eos": True, "stream": True, "temperature": 1}
-    asked = [chaos.Asked("items", chaos.COMPLETIONS, body | {"seed": at}) for at in range(streams)]
+    asked = [crowd.Asked("items", crowd.COMPLETIONS, body | {"seed": at}) for at in range(streams)]
     best = 0.0
     for _ in range(3):
         began = time.monotonic()
-        answers = asyncio.run(chaos.together(PORT, asked))
+        answers = asyncio.run(crowd.together(PORT, asked))
         count = sum(each.raw.count(b"data: {") for each in answers)
         best = max(best, count / (time.monotonic() - began))
     return {"streams": streams, "tokens": tokens, "items_per_s": round(best)}
@@ -109,7 +109,7 @@ def run(requests: int, seed: int) -> None:
     """Kill a replica under ``requests`` requests, measure items a second, and save the figures."""
     start()
     try:
-        figures = {"seed": seed, **killed(chaos.mixed(requests, seed, None, 32))}
+        figures = {"seed": seed, **killed(crowd.mixed(requests, seed, None, 32))}
         wait(2)
         figures["through"] = items()
     finally:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.request import Request, urlopen
 
-from benchmarks import chaos
+from benchmarks.common import crowd
 from benchmarks.common.adapter import write_adapter
 from benchmarks.common.process import environment, serving
 from preheat.lora.adapter import adapted_modules
@@ -44,8 +44,8 @@ def tell(port: int, path: str, body: object = None) -> None:
 
 def load(port: int, seed: int) -> int:
     """Answer a mix of requests, and return how many there were."""
-    asked = chaos.mixed(11, seed, None, 24)
-    asyncio.run(chaos.together(port, asked, key=KEY))
+    asked = crowd.mixed(11, seed, None, 24)
+    asyncio.run(crowd.together(port, asked, key=KEY))
     return len(asked)
 
 
@@ -108,6 +108,6 @@ def run(minutes: float) -> dict[str, Any]:
                 done[name]["answers"] += load(server.port, done[name]["answers"])
         for name, server in servers.items():
             for counter in ("passes", "slices", "faults"):
-                done[name][counter] = chaos.metric(server.port, f"audit_{counter}_total")
-            done[name]["restarts"] = chaos.metric(server.port, "engine_restarts_total")
+                done[name][counter] = crowd.metric(server.port, f"audit_{counter}_total")
+            done[name]["restarts"] = crowd.metric(server.port, "engine_restarts_total")
     return {"minutes": minutes, "every_s": EVERY, "servers": done}

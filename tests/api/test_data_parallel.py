@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import Answer, mixed, normal, together
+from benchmarks.common.crowd import Answer, mixed, normal, together
 from preheat import LLM
 from preheat.backends.base.facts import Facts
 from preheat.backends.cpu.facts import FACTS as CPU

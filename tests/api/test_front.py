@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.chaos import answer, mixed, normal
+from benchmarks.common.crowd import answer, mixed, normal
 from benchmarks.common.ports import free_port
 from tests.api.conftest import Server, serving
 from tests.api.test_faults import ask

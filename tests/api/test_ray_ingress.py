@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from benchmarks import chaos
+from benchmarks.common import crowd
 
 pytest.importorskip("ray.serve", reason="Ray Serve is not installed: pip install preheat[ray]")
 
@@ -23,6 +23,6 @@ def application() -> Iterator[None]:
 
 
 def test_fifty_requests_survive_a_killed_replica(application: None) -> None:
-    found = ray_ingress.killed(chaos.mixed(50, 2, None, 24))
+    found = ray_ingress.killed(crowd.mixed(50, 2, None, 24))
     assert found["statuses"] == ["200"] and found["killed"] == 1
     assert found["differing"] == []

@@ -297,6 +297,13 @@ def test_modules_import_in_no_circle_also_not_for_types():
     assert in_circles(graph) == set()
 
 
+@pytest.mark.parametrize("folder", ["benchmarks", "tools"])
+def test_files_beside_the_package_import_in_no_circle(folder):
+    files = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in (ROOT / folder).rglob("*.py")}
+    graph = {name: imported_by(ast.parse(path.read_text())) - {name} for name, path in files.items()}
+    assert len(graph) > 20 and in_circles(graph) == set()
+
+
 def test_the_search_for_circles_can_fail():
     assert in_circles({"a": {"b"}, "b": {"c"}, "c": {"b"}, "d": {"a"}}) == {"b", "c"}
     assert imported_by(ast.parse("if TYPE_CHECKING:\n    from preheat.b import C\n")) == {"b", "b.C"}
