@@ -10,7 +10,7 @@ import logging
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -329,15 +329,19 @@ def boot_engine(
         explain(settings.debug)
         _spec(settings)  # report an invalid config before torch is imported
         trace = open_trace(settings.profiler_enabled)
-        wake(settings.device)
-        try:
+        with ExitStack() as awake:
+            wake(settings.device)
+            awake.callback(rest, settings.device)
             with trace.span("Importing torch"), pycache.kept(cache_root(settings)), kept_imports():
                 from preheat.boot import boot
 
                 backend = backend or pick_backend(settings.device)  # imports Triton for a GPU
-            return boot(settings, transport, before_ready, started=started, trace=trace, backend=backend)
-        finally:
-            rest(settings.device)
+
+            def alone() -> None:
+                awake.close()  # the first request waits for no process of the boot
+                before_ready()
+
+            return boot(settings, transport, alone, started=started, trace=trace, backend=backend)
 
 
 @contextmanager

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import logging
 import re
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
 import torch
 
-from preheat import LLM, SamplingParams
+from preheat import LLM, SamplingParams, startup
 from preheat.backends.base.facts import Facts
 from preheat.backends.cpu.backend import CpuBackend
 from preheat.backends.cuda.device import detect as device
 from preheat.backends.cuda.device import early
 from preheat.backends.registry import FACTS, pick_backend
-from preheat.errors import SettingsError
+from preheat.errors import PreheatError, SettingsError
 from preheat.plan.modes import check_options
 from preheat.settings import OPTIONS, Settings
+from preheat.transport import InlineTransport
 
 
 def check(settings: Settings, facts: Facts) -> None:
@@ -101,6 +103,29 @@ def test_working_ahead_is_for_devices_that_run_on():
     assert [LLM(max_num_seqs=1, async_scheduling=asked).loop.overlap for asked in (None, False)] == [False, False]
     with pytest.raises(SettingsError, match="leave it unset"):
         LLM(async_scheduling=True)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_processes_of_a_boot_end_before_requests_may_come(monkeypatch, fails):
+    order: list[str] = []
+
+    class Transport(InlineTransport):
+        def put(self, message):
+            order.append(type(message).__name__)
+            super().put(message)
+
+    def before_ready():
+        order.append("before_ready")
+        if fails:
+            raise RuntimeError("planned")
+
+    monkeypatch.setattr(startup, "wake", lambda device: order.append(f"wake {device}"))
+    monkeypatch.setattr(startup, "rest", lambda device: order.append(f"rest {device}"))
+    settings = Settings(device="cpu", max_num_seqs=1)
+    with pytest.raises(PreheatError, match="planned") if fails else nullcontext():
+        startup.boot_engine(settings, Transport(), before_ready)
+    told = [each for each in order if not each.startswith(("Progress", "Booting"))]
+    assert told == ["wake cpu", "rest cpu", "before_ready", *["Ready"] * (not fails)]
 
 
 def test_waking_a_gpu_that_is_not_there_fails_in_silence(monkeypatch):
