@@ -337,11 +337,11 @@ def boot_engine(
 
                 backend = backend or pick_backend(settings.device)  # imports Triton for a GPU
 
-            def alone() -> None:
+            def rested() -> None:
                 awake.close()  # the first request waits for no process of the boot
                 before_ready()
 
-            return boot(settings, transport, alone, started=started, trace=trace, backend=backend)
+            return boot(settings, transport, rested, started=started, trace=trace, backend=backend)
 
 
 @contextmanager
