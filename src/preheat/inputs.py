@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NotRequired, TypedDict, cast
 
 from preheat.errors import InvalidRequest
 from preheat.frontend.adapters import LoRARequest
+from preheat.frontend.encoding import EncodedText
 from preheat.frontend.prompt_embeds import Embedded
 
 if TYPE_CHECKING:
@@ -78,7 +79,7 @@ def text_of(prompt: Mapping[str, Any]) -> str | None:
 
 def parts_of(
     prompt: Prompt, embedded: Callable[[object], Embedded]
-) -> tuple[str | Sequence[int] | Embedded, dict[str, Any]]:
+) -> tuple[str | EncodedText | Sequence[int] | Embedded, dict[str, Any]]:
     """Return the text, ids or embeddings of a prompt, and more arguments for :meth:`Frontend.prepare`.
 
     Raises InvalidRequest for an invalid prompt.
@@ -100,7 +101,7 @@ def parts_of(
     if unknown := more.keys() - {"cache_salt", "multi_modal_data"}:
         raise InvalidRequest(f"a prompt's {min(unknown)} is not supported", param="prompt")
     if ids is not None:
-        return cast("Sequence[int]", ids), {"text": text, **more}
+        return cast("Sequence[int]", ids) if text is None else EncodedText(ids, text), more
     if not isinstance(text, str):
         raise InvalidRequest("a prompt needs a text as prompt, prompt_token_ids or prompt_embeds", param="prompt")
     return text, more

@@ -6,14 +6,14 @@ it is done. So no text is encoded as a whole if it has more than about twice the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from preheat.errors import ContextTooLong
 from preheat.frontend.tokenizer import Tokenizer
 
 MOST_COUNTED = 2**18
-"""Tokens that a text may have where it need not fit the model: to be counted, listed or cut."""
 """Tokens that a text may have where it need not fit the model: where tokens are counted, listed or cut."""
 
 _PIECE = 1 << 16
@@ -27,6 +27,13 @@ TOGETHER = 1 << 19
 
 _SLACK = 2
 """Bound of the ratio between the tokens of a text's pieces and the tokens of the text."""
+
+
+class EncodedText(NamedTuple):
+    """A prompt's token ids and its text."""
+
+    ids: Sequence[int]
+    text: str
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ from preheat.core import Image, Ready, Request, SamplingParams, Segment, Thinkin
 from preheat.errors import InvalidRequest
 from preheat.frontend.beam_search import BeamSearch
 from preheat.frontend.beams import BeamSearchParams
-from preheat.frontend.encoding import TOGETHER, TextBound, counted, in_groups
+from preheat.frontend.encoding import TOGETHER, EncodedText, TextBound, counted, in_groups
 from preheat.frontend.long_texts import LongTexts
 from preheat.frontend.marks import mark_texts
 from preheat.frontend.pairs import Pair
@@ -87,11 +87,10 @@ class InputProcessor:
 
     def prepare(
         self,
-        prompt: str | Sequence[int] | Embedded | Pair,
+        prompt: str | EncodedText | Sequence[int] | Embedded | Pair,
         params: SamplingParams | CheckedParams,
         *,
         request_id: str = "",
-        text: str | None = None,
         add_special_tokens: bool = True,
         cache_salt: str = "",
         priority: int = 0,
@@ -102,12 +101,14 @@ class InputProcessor:
     ) -> RequestState:
         """Check a request completely; nothing is sent yet. Raises NotReady, EngineDead, InvalidRequest.
 
-        ``prompt``: a text, token ids, embeddings, or a pair of texts. ``params`` are checked unless they are already.
-        ``images``: the images of the prompt's image tokens, in order. ``lora_name``: the adapter, if any. ``text``: the
-        prompt's text if ``prompt`` has its token ids. ``cap_length``: a ``max_tokens`` that exceeds the context is
-        lowered instead of rejected. ``encoded``: the entry of :meth:`encode_all` for the prompt, if there is one.
+        ``prompt``: a text, token ids with or without their text, embeddings, or a pair of texts. ``params`` are checked
+        unless they are already. ``images``: the images of the prompt's image tokens, in order. ``lora_name``: the
+        adapter, if any. ``cap_length``: a ``max_tokens`` that exceeds the context is lowered instead of rejected.
+        ``encoded``: the entry of :meth:`encode_all` for the prompt, if there is one.
         """
-        limits = self._limits()
+        limits, text = self._limits(), None
+        if isinstance(prompt, EncodedText):
+            prompt, text = prompt
         checked = params if isinstance(params, CheckedParams) else self.checker.checked(params)
         params = checked.params
         self._check_priority(priority)
