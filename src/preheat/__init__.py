@@ -23,8 +23,6 @@ if TYPE_CHECKING:
     from preheat.core import RequestOutputKind as RequestOutputKind
     from preheat.core import SamplingParams as SamplingParams
     from preheat.core import StructuredOutputsParams as StructuredOutputsParams
-    from preheat.engine_args import AsyncEngineArgs as AsyncEngineArgs
-    from preheat.engine_args import EngineArgs as EngineArgs
     from preheat.errors import EngineDead as EngineDead
     from preheat.errors import InvalidRequest as InvalidRequest
     from preheat.errors import ModelError as ModelError
@@ -49,17 +47,19 @@ if TYPE_CHECKING:
     from preheat.frontend.outputs import RequestStateStats as RequestStateStats
     from preheat.frontend.outputs import ScoringOutput as ScoringOutput
     from preheat.frontend.outputs import ScoringRequestOutput as ScoringRequestOutput
-    from preheat.inputs import EmbedsPrompt as EmbedsPrompt
-    from preheat.inputs import PromptType as PromptType
-    from preheat.inputs import TextPrompt as TextPrompt
-    from preheat.inputs import TokensPrompt as TokensPrompt
+    from preheat.library.engine_args import AsyncEngineArgs as AsyncEngineArgs
+    from preheat.library.engine_args import EngineArgs as EngineArgs
+    from preheat.library.inputs import EmbedsPrompt as EmbedsPrompt
+    from preheat.library.inputs import PromptType as PromptType
+    from preheat.library.inputs import TextPrompt as TextPrompt
+    from preheat.library.inputs import TokensPrompt as TokensPrompt
+    from preheat.library.refused_names import ModelRegistry as ModelRegistry
+    from preheat.library.refused_names import initialize_ray_cluster as initialize_ray_cluster
     from preheat.llm import LLM as LLM
     from preheat.llm import LLMEngine as LLMEngine
-    from preheat.refused_names import ModelRegistry as ModelRegistry
-    from preheat.refused_names import initialize_ray_cluster as initialize_ray_cluster
 
 _HOME = {
-    "AsyncEngineArgs": "preheat.engine_args",
+    "AsyncEngineArgs": "preheat.library.engine_args",
     "AsyncLLM": "preheat.async_llm",
     "AsyncLLMEngine": "preheat.async_llm",
     "BeamSearchOutput": "preheat.frontend.outputs",
@@ -70,8 +70,8 @@ _HOME = {
     "CompletionOutput": "preheat.frontend.outputs",
     "EmbeddingOutput": "preheat.frontend.outputs",
     "EmbeddingRequestOutput": "preheat.frontend.outputs",
-    "EmbedsPrompt": "preheat.inputs",
-    "EngineArgs": "preheat.engine_args",
+    "EmbedsPrompt": "preheat.library.inputs",
+    "EngineArgs": "preheat.library.engine_args",
     "EngineDead": "preheat.errors",
     "FlatLogprobs": "preheat.frontend.flat_logprobs",
     "InvalidRequest": "preheat.errors",
@@ -80,12 +80,12 @@ _HOME = {
     "LoRARequest": "preheat.frontend.adapters",
     "Logprob": "preheat.frontend.outputs",
     "ModelError": "preheat.errors",
-    "ModelRegistry": "preheat.refused_names",
+    "ModelRegistry": "preheat.library.refused_names",
     "PoolingOutput": "preheat.frontend.outputs",
     "PoolingParams": "preheat.frontend.embedding",
     "PoolingRequestOutput": "preheat.frontend.outputs",
     "PreheatError": "preheat.errors",
-    "PromptType": "preheat.inputs",
+    "PromptType": "preheat.library.inputs",
     "RepetitionDetectionParams": "preheat.core",
     "RequestOutput": "preheat.frontend.outputs",
     "RequestOutputKind": "preheat.core",
@@ -95,10 +95,10 @@ _HOME = {
     "ScoringRequestOutput": "preheat.frontend.outputs",
     "SettingsError": "preheat.errors",
     "StructuredOutputsParams": "preheat.core",
-    "TextPrompt": "preheat.inputs",
-    "TokensPrompt": "preheat.inputs",
+    "TextPrompt": "preheat.library.inputs",
+    "TokensPrompt": "preheat.library.inputs",
     "WeightGroup": "preheat.execution.weight_group",
-    "initialize_ray_cluster": "preheat.refused_names",
+    "initialize_ray_cluster": "preheat.library.refused_names",
     "reference": "preheat.reference",
 }
 
@@ -149,7 +149,7 @@ __all__ = [
 ]
 
 
-sys.meta_path.append(AliasFinder("preheat", "preheat.vllm_modules"))
+sys.meta_path.append(AliasFinder("preheat", "preheat.library.vllm_modules"))
 
 
 def __getattr__(name: str) -> object:

@@ -11,15 +11,15 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeVar
 
 from preheat.core import SamplingParams
-from preheat.engine_args import EngineArgs
 from preheat.errors import EngineDead, PreheatError
 from preheat.frontend.adapters import LoRARequest
 from preheat.frontend.embedding import PoolingParams
 from preheat.frontend.outputs import PoolingOutput, PoolingRequestOutput, RequestOutput
-from preheat.inputs import Prompt
+from preheat.library.engine_args import EngineArgs
+from preheat.library.inputs import Prompt
+from preheat.library.stepping import Output
 from preheat.llm import LLM, LLMEngine
 from preheat.settings import Settings
-from preheat.stepping import Output
 from preheat.utils.refused import Refused
 
 R = TypeVar("R")

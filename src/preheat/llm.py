@@ -13,23 +13,23 @@ from preheat.configs.weight_transfer import TransferGroup, announced
 from preheat.core import EngineState, Outcome, SamplingParams
 from preheat.engine.listeners import STEP_EVENTS
 from preheat.engine.progress import ProgressLines
-from preheat.engine_args import EngineArgs
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.frontend.adapters import LoRARequest
 from preheat.frontend.frontend import Frontend
 from preheat.frontend.hf_tokenizer import transformers_tokenizer
 from preheat.frontend.metric_values import Metric, metric_values
-from preheat.inputs import EmbedsPrompt, Prompt, TextPrompt, TokensPrompt
+from preheat.library.engine_args import EngineArgs
+from preheat.library.inputs import EmbedsPrompt, Prompt, TextPrompt, TokensPrompt
+from preheat.library.offline import OfflineClient
+from preheat.library.stepping import StepEngine
+from preheat.library.worker import Worker, collective_rpc
 from preheat.metrics import Metrics
-from preheat.offline import OfflineClient
 from preheat.settings import BUNDLED, Settings
 from preheat.startup import boot_engine, boot_front
-from preheat.stepping import StepEngine
 from preheat.transport import InlineTransport
 from preheat.utils.refused import Refused
 from preheat.utils.trace import Call, Trace, open_trace
 from preheat.warmup.dummy_requests import DummyRequest, EchoLoop, spare_frontend, warm_up_frontend
-from preheat.worker import Worker, collective_rpc
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -156,7 +156,7 @@ class LLM(OfflineClient):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> list[Any]:
-        """Call a method of the :class:`preheat.worker.Worker`, or a function with it.
+        """Call a method of the :class:`preheat.library.worker.Worker`, or a function with it.
 
         The call comes between two steps.
 

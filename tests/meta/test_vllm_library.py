@@ -13,8 +13,8 @@ import yaml
 
 import preheat
 from preheat.errors import InvalidRequest
+from preheat.library.vllm_modules import modules
 from preheat.utils.refused import Refused
-from preheat.vllm_modules import modules
 
 LISTED = yaml.safe_load(Path(__file__).with_name("vllm_library.yaml").read_text())
 IMPORTS, EXAMPLES = LISTED.pop("imports"), LISTED.pop("examples")

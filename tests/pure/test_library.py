@@ -15,16 +15,16 @@ from preheat.distributed import cleanup_dist_env_and_memory
 
 from preheat import AsyncEngineArgs, EngineArgs, FlatLogprobs, Logprob, RequestOutputKind, SamplingParams
 from preheat.core import SAMPLING_FIELDS, Stats
-from preheat.engine_args import FlexibleArgumentParser
 from preheat.errors import InvalidRequest, SettingsError
 from preheat.frontend.embedding import print_embeddings
 from preheat.frontend.metric_values import Counter, Histogram, Vector, metric_values
 from preheat.frontend.outputs import CompletionOutput, EmbeddingRequestOutput, PoolingOutput, PoolingRequestOutput
-from preheat.inputs import parts_of
+from preheat.library.engine_args import FlexibleArgumentParser
+from preheat.library.inputs import parts_of
+from preheat.library.worker import METHODS, Worker, collective_rpc
 from preheat.metrics import Metrics
 from preheat.settings import Settings
 from preheat.utils.gc import collect_and_freeze
-from preheat.worker import METHODS, Worker, collective_rpc
 
 
 @given(st.lists(st.integers(0, 20)))

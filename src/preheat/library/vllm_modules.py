@@ -24,6 +24,7 @@ OFFERED: Mapping[str, str] = {
     "engine.async_llm_engine": "AsyncLLMEngine",
     "engine.llm_engine": "LLMEngine",
     "entrypoints.llm": "LLM",
+    "inputs": "EmbedsPrompt PromptType TextPrompt TokensPrompt",
     "logger": "init_logger",
     "logprobs": "FlatLogprobs Logprob",
     "lora.request": "LoRARequest",
@@ -43,7 +44,7 @@ OFFERED: Mapping[str, str] = {
 """Names that are here, by the module where vLLM has them."""
 
 HOMES: Mapping[str, str] = {
-    "FlexibleArgumentParser": "preheat.engine_args:FlexibleArgumentParser",
+    "FlexibleArgumentParser": "preheat.library.engine_args:FlexibleArgumentParser",
     "cleanup_dist_env_and_memory": "preheat.utils.gc:give_back_memory",
     "init_logger": "logging:getLogger",
     "print_embeddings": "preheat.frontend.embedding",

@@ -6,7 +6,7 @@ from functools import partial
 
 from preheat.backends.base.backend import Backend
 from preheat.backends.base.facts import Mode
-from preheat.boot_values import Given, Loaded, Parts, Planned
+from preheat.boot.values import Given, Loaded, Parts, Planned
 from preheat.elastic import cache_contents
 from preheat.execution.build import Assembly, build, select_linear_kernels
 from preheat.execution.draft_head import make_drafter

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from preheat.backends.base.backend import Backend
 from preheat.backends.base.facts import Facts, Mode
-from preheat.boot_values import Device
+from preheat.boot.values import Device
 from preheat.errors import SettingsError
 from preheat.limits import check_ends
 from preheat.model.drafts import draft_settings

@@ -17,10 +17,10 @@ from torch import Tensor
 
 from preheat.backends.base.backend import Backend
 from preheat.backends.base.facts import Mode
-from preheat.boot_device import open_device
-from preheat.boot_loop import address_of, serving_loop
-from preheat.boot_parts import build_parts
-from preheat.boot_values import Device, Given, Loaded, Parts, Planned
+from preheat.boot.device import open_device
+from preheat.boot.loop import address_of, serving_loop
+from preheat.boot.parts import build_parts
+from preheat.boot.values import Device, Given, Loaded, Parts, Planned
 from preheat.cache_groups import WHOLE
 from preheat.configs.structured import library_version
 from preheat.core import Ready

@@ -11,8 +11,8 @@ from preheat.frontend.adapters import LoRARequest
 from preheat.frontend.embedding import PoolingParams, pooled_output
 from preheat.frontend.outputs import CompletionOutput, PoolingOutput, PoolingRequestOutput, RequestOutput
 from preheat.frontend.request_state import RequestState
-from preheat.inputs import Prompt
-from preheat.offline import OfflineClient
+from preheat.library.inputs import Prompt
+from preheat.library.offline import OfflineClient
 from preheat.pooling.pooling import Pooling
 
 Output = RequestOutput | PoolingRequestOutput[PoolingOutput]

@@ -6,7 +6,7 @@ import uuid
 from collections.abc import Callable, Iterator
 from functools import partial
 
-from preheat.boot_values import Given, Loaded, Parts, Planned
+from preheat.boot.values import Given, Loaded, Parts, Planned
 from preheat.configs.kv_events import kv_events_config
 from preheat.configs.kv_transfer import kv_transfer
 from preheat.core import BlockSource

@@ -43,7 +43,7 @@ from preheat.frontend.outputs import (
 from preheat.frontend.pairs import Pair
 from preheat.frontend.prompt_embeds import Embedded
 from preheat.frontend.request_state import CheckedParams, RequestState
-from preheat.inputs import Messages, Prompt, adapter_of_each, as_list, images_of, parts_of, text_of
+from preheat.library.inputs import Messages, Prompt, adapter_of_each, as_list, images_of, parts_of, text_of
 from preheat.transport import InlineTransport
 from preheat.warmup.dummy_requests import EchoLoop
 
