@@ -47,9 +47,11 @@ def places(tmp_path, monkeypatch):
 
 def status(environment: dict[str, str]) -> int:
     """Return the exit status of an engine's process whose entry leaves with the last digits of the port."""
-    child = process._start(["ipc://nowhere", "entry_of_child:run"], environment)
-    child.communicate(msgspec.json.encode(Settings.load({"model": "bundled", "port": 8042}, {})) + b"\n", timeout=60)
-    return child.returncode
+    with process._start(["ipc://nowhere", "entry_of_child:run"], environment) as child:
+        assert child.stdin is not None
+        child.stdin.write(msgspec.json.encode(Settings.load({"model": "bundled", "port": 8042}, {})) + b"\n")
+        child.stdin.flush()
+        return child.wait(60)  # the child ends with its standard input, too: leave that open
 
 
 def test_an_engine_imports_from_the_places_of_its_server(places):
