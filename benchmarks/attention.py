@@ -32,7 +32,7 @@ from preheat.backends.cuda.attention.paged import (
 )
 from preheat.backends.cuda.attention.values import Pieces, Places, Rows, Scores, Workspace
 from preheat.backends.cuda.attention.work import SPLIT, decode_work, prefill_tiles, query_tiles
-from preheat.backends.cuda.matmul.tuner import COPIED_BYTES, graph_microseconds
+from preheat.backends.cuda.matmul.bench import COPIED_BYTES, graph_microseconds
 from preheat.backends.registry import pick_backend
 from preheat.settings import Settings
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from benchmarks.common.report import parser, save
+from preheat.backends.cuda.matmul.bench import Bench
 from preheat.backends.cuda.matmul.config import Library, LinearShape, shape_of
 from preheat.backends.cuda.matmul.kernels import KernelConfigs, kernel_configs
 from preheat.backends.cuda.matmul.prove import prove
-from preheat.backends.cuda.matmul.tuner import Bench
 from preheat.backends.registry import pick_backend
 from preheat.model.families import read_spec
 from preheat.model.files import find_checkpoint, read_config

@@ -28,7 +28,7 @@ from triton.runtime.errors import TritonError
 
 from benchmarks.common.report import parser, save
 from preheat.backends.base.backend import Backend
-from preheat.backends.cuda.matmul.tuner import COPIED_BYTES, graph_microseconds
+from preheat.backends.cuda.matmul.bench import COPIED_BYTES, graph_microseconds
 from preheat.backends.cuda.recurrence import delta
 from preheat.backends.cuda.recurrence.delta import Config, CudaRecurrences, TapedStates
 from preheat.backends.cuda.recurrence.kernels import SCALARS, TAPE

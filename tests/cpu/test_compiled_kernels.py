@@ -46,7 +46,7 @@ from preheat.backends.cuda.pointwise.quantize import _greatest, _quantize
 from preheat.backends.cuda.ranks.collective import _add_ranks
 from preheat.backends.cuda.ranks.peer_kernels import BESIDE, EACH, GATHER, SHARES, exchange
 from preheat.backends.cuda.ranks.peer_landed import _add, _add_and_norm
-from preheat.backends.cuda.ranks.peer_norm import _sum_and_norm
+from preheat.backends.cuda.ranks.peer_norm import _share_and_norm, _sum_and_norm
 from preheat.ops.kinds import Scheme
 
 HOPPER = GPUTarget("cuda", 90, 32)
@@ -467,10 +467,11 @@ def test_a_norm_in_the_launch_of_an_exchange_adds_up_its_row_in_the_same_order(s
     given = {"static": None, "SCALES": "token"} if codes else none
     alone = compiled(_norm, warps, 1, **row, **given)
     found = compiled(_sum_and_norm, warps, 1, {**PEERS, "share": "fp32"}, **row, **given, **TWO, addend=None)
+    shares = compiled(_share_and_norm, warps, 1, {**PEERS, "share": "fp32"}, **row, **given, **TWO, addend=None)
     landed = compiled(_add_and_norm, warps, 1, {**PEERS, "part": "fp32"}, **row, **given, **LANDED, addend=None)
     fused = alone.asm["ptx"].count("fma.rn.f32")
-    for each, times in ((found, 1), (landed, 2)):  # rows of this rank, and rows of the other one
-        assert sums(each)[:1] == sums(alone)[:1] != []
+    for each, times in ((found, 1), (shares, 2), (landed, 2)):  # rows of this rank, and rows of the other one
+        assert set(sums(each)) == set(sums(alone)) != set()
         assert each.asm["ptx"].count("fma.rn.f32") == times * fused > 0, "fused in one kernel alone"
         assert "ld.local" not in each.asm["ptx"]
 
@@ -500,22 +501,25 @@ def test_rows_are_quantized_in_registers(kind):
     assert not any("ld.local" in each.asm["ptx"] for each in found)
 
 
-@pytest.mark.parametrize(("outputs", "stages", "gated"), [(256, 4, False), (256, 4, True), (128, 6, True)])
-def test_float8_of_many_rows_sums_128_products_from_zero(outputs, stages, gated):
+@pytest.mark.parametrize(
+    ("outputs", "stages", "gated", "splits"), [(256, 4, False, 1), (256, 4, True, 1), (128, 6, True, 1), (128, 6, False, 2)]
+)
+def test_float8_of_many_rows_sums_128_products_from_zero(outputs, stages, gated, splits):
     """The first of four instructions takes no sum, and the sum of the four is added in fp32."""
     x, weight = (torch.empty(512, 1024, dtype=torch.float8_e4m3fn) for _ in range(2))
-    y, halves = torch.empty(512, 512, dtype=torch.bfloat16), 2 if gated else 1
+    y, halves = torch.empty(512, 512, dtype=torch.bfloat16 if splits == 1 else torch.float32), 2 if gated else 1
     given = {
         "weight": descriptor(weight.view(halves, -1, 1024), halves, outputs // halves, 128),
         "x": descriptor(x, 64, 128),
         "y": descriptor(y, 64, outputs // 2),
     }  # fmt: skip
-    constants = {"gated": gated, "STAGES": stages, "overlap": True}
+    constants = {"gated": gated, "STAGES": stages, "SPLITS": splits, "overlap": True}
     found = of_gluon(linear_hopper_fp8._wide, given, constants, maxnreg=168, enable_fp_fusion=False)
     assert found.metadata.shared <= SHARED
     assert instructions(found) == {f"wgmma.mma_async.sync.aligned.m64n{outputs // 2}k32.f32.e4m3.e4m3"}
     ptx = found.asm["ptx"]
-    assert ptx.count("wgmma.mma_async") == 16  # two groups, two halves of the outputs, four times 32 inputs
+    # two groups, two halves of the outputs, four times 32 inputs
+    assert ptx.count("wgmma.mma_async") == 16 * splits
     assert "fma.rn.f32" not in ptx.partition("wgmma.mma_async")[2].rpartition("wgmma.wait_group")[0]
 
 
@@ -542,17 +546,15 @@ def test_few_rows_multiply_codes_in_registers(rows, gated, scales):
     assert "st.shared" not in steps.rpartition("wgmma.mma_async" if rows >= 32 else "mma.sync")[0]
 
 
-@pytest.mark.parametrize("gated", [False, True])
-def test_few_rows_of_float8_sum_128_products_from_zero(gated):
+@pytest.mark.parametrize(("gated", "splits"), [(False, 1), (True, 1), (False, 2)])
+def test_few_rows_of_float8_sum_128_products_from_zero(gated, splits):
     x, weight = (torch.empty(rows, 1024, dtype=torch.float8_e4m3fn) for rows in (1, 512))
     given = {
         "x": descriptor(x.view(1, -1, 128).transpose(0, 1), 1, 8, 128),
         "codes": linear_hopper_small_m._rows(weight, gated, 128),
     }
-    found = of_gluon(
-        linear_hopper_small_m._small_m_float8, given, {"gated": gated, "STAGES": 4, "overlap": True}, maxnreg=64,
-        enable_fp_fusion=False,
-    )  # fmt: skip
+    constants = {"gated": gated, "SPLITS": splits, "STAGES": 4, "overlap": True}
+    found = of_gluon(linear_hopper_small_m._small_m_float8, given, constants, maxnreg=64, enable_fp_fusion=False)
     assert instructions(found) == {"wgmma.mma_async.sync.aligned.m64n8k32.f32.e4m3.e4m3"}
     assert "fma.rn.f32" not in found.asm["ptx"].partition("wgmma.mma_async")[2].rpartition("wgmma.wait_group")[0]
 

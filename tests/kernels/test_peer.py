@@ -200,12 +200,13 @@ def test_each_row_lands_once(world, at_once, most):
             assert len(pieces) < 3 and all((each.stop - each.start) % at_once == 0 for each in pieces[:-1])
 
 
-NORMED = [(5, "rms", False), (1, "rms", True), (7, "layer", True), (2, "rms_plus_one", False)]
+NORMED = [(5, "rms", False), (1, "rms", True), (13, "layer", True), (2, "rms_plus_one", False), (8, "rms", True)]
 
 
-def test_a_sum_with_residual_and_norm_has_the_bits_of_three_launches():
+@pytest.mark.parametrize(("world", "shares"), [(2, False), (2, True), (4, True)])
+def test_a_sum_with_residual_and_norm_has_the_bits_of_three_launches(world, shares):
     """Rows of 13 numbers in slots of 16, between other exchanges; some layers and norms have a bias."""
-    memory, size = rooms(2), 13
+    memory, size = rooms(world), 13
 
     def operands(step: int) -> tuple[CudaNorm, Tensor | None, Tensor]:
         rows, kind, biased = NORMED[step]
@@ -218,14 +219,18 @@ def test_a_sum_with_residual_and_norm_has_the_bits_of_three_launches():
         for step, (rows, *_) in enumerate(NORMED):
             norm, bias, residual = operands(step)
             other = residual.clone()
-            parts = [given(step, each, rows * size).view(rows, size) for each in range(2)]
-            found = sum_and_norm(memory[rank], parts[rank], bias, norm, residual, None, programs=3)
+            parts = [given(step, each, rows * size).view(rows, size) for each in range(world)]
+            room = memory[rank].as_dtype(torch.bfloat16) if shares else memory[rank]
+            if rank == step % world:
+                time.sleep(0.01)
+            programs = 3 - step % 3
+            found = sum_and_norm(room, parts[rank], bias, norm, residual, None, programs, shares=shares)
             total = tree_sum(parts) if bias is None else tree_sum(parts) + bias.float()
             same &= torch.equal(found, norm.add(total.bfloat16(), other)) and torch.equal(residual, other)
-            same &= torch.equal(exchanged(memory[rank], step, MIXED[step]), wanted(2, step, MIXED[step]))
+            same &= torch.equal(exchanged(memory[rank], step, MIXED[step]), wanted(world, step, MIXED[step]))
         return same
 
-    assert forked(2, body) == [True, True]
+    assert forked(world, body) == [True] * world
 
 
 def test_counts_of_the_host_give_other_bits():
@@ -317,8 +322,15 @@ def test_a_layer_of_two_ranks_writes_sums_where_they_are_added(monkeypatch):
     assert forked(2, body) == [[True] * 8] * 2
 
 
-def test_a_layer_of_two_ranks_joins_its_norm():
-    """The layer's own sum, and the layer with residual and norm, have the bits of one rank; gathering moves bits."""
+@pytest.mark.parametrize("shares", [False, True])
+def test_a_layer_of_two_ranks_joins_its_norm(monkeypatch, shares):
+    """The layer's own sum, and the layer with residual and norm, have the bits of one rank; gathering moves bits.
+
+    ``shares``: of more rows, each rank adds its share; the choice of a kernel for many rows has no landings.
+    """
+    if shares:
+        monkeypatch.setattr(matmul_layer, "rows_at_once", lambda choice, outputs: None)
+        monkeypatch.setattr(Peers, "joining", lambda self, rows, size: None)
     memory, rows, outputs, inputs = rooms(2, stride=4096), 3, 24, 4 * 32
     x, weight, bias = (
         noise(rows, inputs).bfloat16(),

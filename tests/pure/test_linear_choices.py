@@ -47,10 +47,11 @@ from preheat.backends.cuda.matmul.tables import (
     read,
     shipped,
 )
+from preheat.errors import PreheatError
 from preheat.model.families import read_spec
 from preheat.model.values import matmul_of, values_of
 from preheat.ops.kinds import Scheme
-from preheat.ops.values import Experts
+from preheat.ops.values import Experts, Matmul
 
 SHAPE = LinearShape(512, 1024)
 NARROW, WIDE = Tile(32, 16, 256, 2, 6), Tile(64, 64, 64, 4, 4)
@@ -392,27 +393,68 @@ def test_the_tuner_tries_tiles_that_fit_experts(tokens, monkeypatch):
             assert all(layer.inputs % choice.inputs == 0 for choice in tried if isinstance(choice, Tile))
 
 
-@pytest.mark.parametrize("name", ["gpt-oss-20b", "qwen3-30b-a3b"])
-def test_experts_are_timed_with_their_biases_and_activation(name, monkeypatch):
-    """The tuner runs the launches of the model's experts: a bias of each layer, and the activation of the first."""
+def asked_of_the_tuner(name, seconds, folder, monkeypatch):
+    """Return what tuning a model measures, with its seconds: layers, the head, and each kind of experts."""
     from preheat.backends.cuda.matmul import tune
+
+    values = [value for _, value in values_of(read_spec(CONFIGS[name]), "bfloat16")]
+    *layers, head = (value for value in values if isinstance(value, Matmul))
+    linear, experts = list[tuple](), list[tuple]()
+    monkeypatch.setattr(tune, "is_hopper", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "This GPU")
+    monkeypatch.setattr(tune, "tune", lambda shapes, rows, share, report: linear.append((shapes, share)) or [])
+    monkeypatch.setattr(tune, "tune_experts", lambda *of: experts.append((of[0], of[4], of[2])) or [])
+    found = [value for value in values if isinstance(value, Experts)]
+    request = TuneRequest(
+        layers=layers, experts=found, head=head, max_rows=8, max_head_rows=8, seconds=seconds,
+        output=str(folder / "table.json"), folder=None,
+    )  # fmt: skip
+    with pytest.raises(PreheatError, match="too short"):
+        tune.tune_layers(request, torch.device("cuda"))
+    return *linear, experts
+
+
+@pytest.mark.parametrize("name", ["llama-3.1-8b", "gpt-oss-20b"])
+def test_the_tuner_s_time_is_divided_among_sizes_of_layers(name, tmp_path, monkeypatch):
+    """A model has a size of a layer many times, and each is measured once."""
+    (layers, of_layers), (head, of_head), experts = asked_of_the_tuner(name, 90.0, tmp_path, monkeypatch)
+    assert len(layers) == len(set(layers)) < 6 and len(head) == 1
+    share = 90.0 / (len(layers) + 1 + len(experts))
+    assert [of_layers, of_head, *(each for *_, each in experts)] == pytest.approx(
+        [share * len(layers), share, *[share] * len(experts)]
+    )
+
+
+SPLITS = [(2048, 2), (7168, 2), (14336, 4)]
+"""Inputs of layers that ranks share, and their splits on a rank of two, or of one."""
+
+
+@pytest.mark.parametrize(("inputs", "splits"), SPLITS)
+@pytest.mark.parametrize("scheme", [None, FP8.scheme])
+@pytest.mark.parametrize("rows", [1, 64, 256, 2048])
+def test_the_tuner_tries_kernels_that_end_at_each_split(inputs, splits, scheme, rows):
+    """A step of a kernel lies in one split; sums of more splits than two have no room in Hopper's kernels."""
+    shape = LinearShape(4096, inputs, scheme=scheme, splits=splits)
+    tried = list(candidates(shape, rows, card=H200))
+    assert len(tried) == len(set(tried)) > 1 and Library(split=True) not in tried
+    for choice in tried:
+        if choice.kind == "wide":
+            assert splits == 2 and choice.outputs <= 128
+        elif choice.kind == "tile":
+            assert inputs // splits % choice.inputs == 0
+    assert any(choice.kind == "wide" for choice in tried) == (splits == 2 and rows >= (128 if scheme is None else 64))
+    if scheme is None:  # ranks exchange sums of many rows while Hopper's kernel computes others
+        assert (Library() in tried) == (splits == 4 or rows < 2048)
+
+
+@pytest.mark.parametrize("name", ["gpt-oss-20b", "qwen3-30b-a3b"])
+def test_experts_are_timed_with_their_biases_and_activation(name, tmp_path, monkeypatch):
+    """The tuner runs the launches of the model's experts: a bias of each layer, and the activation of the first."""
     from preheat.backends.cuda.matmul.moe import tuner as moe_tuner
 
     values = [value for _, value in values_of(read_spec(CONFIGS[name]), "bfloat16") if isinstance(value, Experts)]
-    asked, ran = list[tuple](), list[tuple]()
-    monkeypatch.setattr(tune, "tune_experts", lambda *given: asked.append((given[0], given[4])) or [])
-    request = TuneRequest(
-        layers=[],
-        experts=values,
-        head=values[0].down,
-        max_rows=8,
-        max_head_rows=8,
-        seconds=9.0,
-        output=None,
-        folder=None,
-    )
-    tune._measure_experts(request, 1.0)
-    ((shape, finish),) = asked
+    ran = list[tuple]()
+    _, _, ((shape, finish, _),) = asked_of_the_tuner(name, 9.0, tmp_path, monkeypatch)
     assert finish == values[0].gate_up.finish and finish.bias == (name == "gpt-oss-20b")
 
     shape, biased = ExpertsShape(4, 64, 32, 2, torch.bfloat16), finish.bias

@@ -26,7 +26,10 @@ CALIBRATE_OPTIONS = [
     )
 ]  # fmt: skip
 
-TUNE_OPTIONS = "model revision dtype max_num_seqs max_num_batched_tokens cache_dir log_level".split()
+TUNE_OPTIONS = (
+    "model revision dtype quantization tensor_parallel_size enable_expert_parallel max_num_seqs max_num_batched_tokens "
+    "cache_dir log_level"
+).split()
 
 
 def run_plan(values: dict[str, Any]) -> int:

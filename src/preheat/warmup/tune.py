@@ -1,7 +1,7 @@
 """``preheat tune``: measure the fastest kernel for each layer.
 
-Linear layers and experts are measured, without weights. Boots and requests measure nothing: they read the table that
-tuning leaves.
+Linear layers and experts are measured, without weights; of several ranks those of the first one, on one device. Boots
+and requests measure nothing: they read the table that tuning leaves.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from preheat.backends.registry import pick_backend
 from preheat.model.config import resolve_dtype
 from preheat.model.families import spec_of
 from preheat.model.files import find_model, read_config
+from preheat.model.shard import shard, sums_k_splits
 from preheat.model.values import values_of
 from preheat.ops.values import Experts, Matmul
 from preheat.plan.modes import resolve, step_limits
@@ -31,6 +32,8 @@ def tune_model(settings: Settings, output: str | None, seconds: float | None) ->
     backend.prepare(settings, resolve(backend.facts, settings), folder)
     config = read_config(find_model(settings, with_weights=False), settings.hf_overrides)
     spec = spec_of(config, settings)
+    if sums_k_splits(settings):
+        spec = shard(spec, 0, settings.tensor_parallel_size)
     dtype, _ = resolve_dtype(settings.dtype, spec.dtype, backend.supports_bfloat16())
     values = [value for path, value in values_of(spec, dtype) if not path.startswith("vision.")]
     *layers, head = (value for value in values if isinstance(value, Matmul))

@@ -35,11 +35,12 @@ def asked(tile: Tile, weight: Weight, early: bool) -> int:
 
     ``early``: everything that says which weights these are was written at least two launches before.
     """
-    if not early or weight.splits > 1:
+    if not early:
         return 0
     if weight.form == "plain":
         return 0 if len(weight.shape) == 3 else asked_plain(tile)
-    return POWERS if weight.scheme.powers and tile.rows <= FEW and overlap() else 0
+    few = weight.scheme.powers and weight.splits == 1 and tile.rows <= FEW
+    return POWERS if few and overlap() else 0
 
 
 def asked_plain(tile: Tile) -> int:

@@ -233,13 +233,17 @@ def without_unaligned_copies(config: Tile | Wide | Expanded, shape: LinearShape)
 
 
 def wide_float8(shape: LinearShape) -> bool:
-    """Whether :mod:`preheat.backends.cuda.matmul.hopper.large_m_fp8` does for a layer, on Hopper."""
+    """Whether :mod:`preheat.backends.cuda.matmul.hopper.large_m_fp8` does for a layer, on Hopper.
+
+    Splits of its inputs, at most two of them, are whole steps.
+    """
     return (
         shape.scheme is not None
         and shape.scheme.activations in ("token", "static")
         and shape.scheme.scales in ("channel", "tensor")
         and shape.dtype.itemsize == 2
         and shape.inputs % 16 == shape.columns % 8 == 0  # rows of whole 16 bytes, for TMA
+        and (not shape.splits or (shape.splits <= 2 and shape.inputs // shape.splits % 128 == 0))
     )
 
 

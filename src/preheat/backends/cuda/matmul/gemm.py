@@ -82,6 +82,15 @@ def looped(
 
 
 @triton.jit
+def in_one(
+    PRODUCT: tl.constexpr, x, w, tiles, group, at, size, inputs, outputs, FORM: tl.constexpr, CUT: tl.constexpr,
+    gated: tl.constexpr,
+):  # fmt: skip
+    """Let the product add the splits in their tree."""
+    return PRODUCT(x, w, tiles, group, at, 0, size, inputs, outputs, FORM, CUT.inputs, gated)
+
+
+@triton.jit
 def apart(
     PRODUCT: tl.constexpr, x, w, tiles, group, at, size, inputs, outputs, FORM: tl.constexpr, CUT: tl.constexpr,
     gated: tl.constexpr,
@@ -156,9 +165,9 @@ def gemm(
     out = tl.minimum(first + tl.arange(0, CUT.outputs), outputs - 1)
     if ASKED > 0:
         height = outputs * 2 if gated else outputs
-        ask(PRODUCT, w, group, out, size, height, ASKED)
+        ask(PRODUCT, w, group, out, inputs, height, ASKED)
         if gated:
-            ask(PRODUCT, w, group, out + outputs, size, height, ASKED)
+            ask(PRODUCT, w, group, out + outputs, inputs, height, ASKED)
         begin(overlap)
     if groups is not None and bias is not None:
         bias += group * (outputs * 2 if gated else outputs)
@@ -200,8 +209,9 @@ def _plain(tile: Tile, x: Tensor, weight: PlainWeight, size: int) -> _Operands:
 
     Reading copies of the last row would take as much of the L2 cache's time as narrow tiles of weights do.
     """
-    masked = tile.rows <= FEW and weight.tensor.ndim == 2 and not tile.bulk
-    form = Plain(size % tile.inputs == 0, masked)
+    few, even = tile.rows <= FEW and weight.tensor.ndim == 2, size % tile.inputs == 0
+    masked = few and not tile.bulk
+    form = Plain(even, masked, weight.splits if few and even else 1)
     return _Operands(x, weight.tensor, plain, form, {}, tile.inputs, masked)
 
 
@@ -262,6 +272,13 @@ def gates(gated: Gated) -> dict[str, Any]:
     return {"gated": bool(gated), "ACTIVATION": gated if isinstance(gated, str) else None}
 
 
+def _sum_of(given: _Operands) -> Any:
+    """Return the function of the kernel that adds splits of the inputs."""
+    if given.product is not plain:
+        return looped
+    return unrolled if given.form.splits == 1 else in_one
+
+
 def multiply(
     tile: Tile, x: Tensor | QuantizedRows, weight: Weight, bias: Tensor | None, gated: bool, y: Tensor
 ) -> None:
@@ -278,7 +295,7 @@ def multiply(
     gemm[(-(-columns // tile.outputs) * -(-rows // tile.rows),)](
         given.x, given.w, None, bias, y, x_tiles, w_tiles, rows, columns, inputs, size,
         MAP=all_rows_masked if given.masked else all_rows, PRODUCT=given.product,
-        SUM=unrolled if given.product is plain else looped, FORM=given.form, GROUPS=None,
+        SUM=_sum_of(given), FORM=given.form, GROUPS=None,
         CUT=Cut(tile.outputs, tile.rows, given.depth, splits), ASKED=asked(tile, weight, early=True), NARROW=None,
         **gates(gated), **given.options,
         **options(num_warps=tile.warps, num_stages=tile.stages),

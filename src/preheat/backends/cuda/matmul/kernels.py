@@ -45,6 +45,7 @@ from preheat.backends.cuda.matmul.rules import (
     codes_rule,
     experts_rule,
     heads_rule,
+    large_tiles,
     narrow_wide,
     rounds,
     small_m_rule,
@@ -70,7 +71,6 @@ NARROW = [(16, 256), (16, 512), (32, 128), (32, 256), (32, 512), (64, 64), (64, 
 MIDDLE = [(64, 64), (64, 128), (128, 64), (128, 128)]
 BROAD = [(64, 64), (128, 64), (256, 64)]
 WIDE = [Wide(256, 128, 4), Wide(128, 256, 4), Wide(128, 128, 6), Wide(64, 128, 6)]
-WIDE_FP8 = [Wide(256, 128, 4), Wide(128, 128, 6)]
 
 
 class Kernel(NamedTuple):
@@ -184,27 +184,69 @@ def _fits(tile: Tile, gated: bool) -> bool:
     return 60_000 < size < SHARED_BYTES
 
 
+def _plain(shape: LinearShape) -> bool:
+    return shape.scheme is None and not shape.splits
+
+
+def _codes(shape: LinearShape) -> bool:
+    return shape.scheme is not None and not shape.splits
+
+
+def _splits(shape: LinearShape, rows: int) -> Iterator[KernelConfig]:
+    """Yield kernels for a layer with splits of its inputs.
+
+    cuBLAS is none of them where Hopper's kernel serves many rows: ranks exchange the sums of one part of the rows while
+    that kernel computes the next one.
+    """
+    if shape.scheme is not None:
+        yield from _on_codes(shape.of_split, rows)
+        return
+    if shape.dtype != torch.bfloat16:
+        return
+    if wide_split(shape, rows) is None and shape.inputs // shape.splits % 8 == shape.outputs % 8 == 0:
+        yield Library()
+    if rows <= 2048:
+        for height, (outputs, inputs), stages, bulk in product(*_sizes(rows), (False, True)):
+            for warps in _warps(outputs, height, True):  # sums of two splits
+                tile = Tile(outputs, height, inputs, warps, stages, bulk)
+                if shape.inputs // shape.splits % inputs == 0 and _fits(tile, False):
+                    yield tile
+
+
+def _wide_float8(shape: LinearShape, rows: int) -> Iterator[Wide]:
+    """Yield tiles of Hopper's kernel for many rows in float8."""
+    if rows >= 64:
+        yield from large_tiles(shape)
+
+
+def _wide_splits(shape: LinearShape, rows: int) -> Iterator[Wide]:
+    """Yield tiles of Hopper's kernel for many rows whose registers have room for the sums of two splits."""
+    if rows >= 128 and shape.splits in (1, 2) and shape.inputs // shape.splits % 64 == 0:
+        yield from (Wide(128, 128, 6), Wide(64, 128, 6))
+
+
 KERNELS = (
     Kernel(
-        "splits, many rows", lambda shape: shape.splits > 0 and fits_wide(shape), wide_split, _none, hopper=True
-    ),
-    Kernel("splits", lambda shape: shape.splits > 0, split_rule, _none),
-    Kernel(
-        "float8, many rows", lambda shape: wide_float8(shape) and not shape.splits,
-        lambda shape, rows: next(iter(wide_guesses(shape, rows)), None),
-        lambda shape, rows: WIDE_FP8 if rows >= 64 else (), hopper=True,
+        "splits, many rows", lambda shape: shape.splits > 0 and fits_wide(shape), wide_split, _wide_splits, hopper=True
     ),
     Kernel(
-        "dequantized", lambda shape: shape.scheme is not None and shape.scheme.activations is None, _expanded,
+        "float8, many rows", wide_float8, lambda shape, rows: next(iter(wide_guesses(shape, rows)), None),
+        _wide_float8, hopper=True,
+    ),
+    Kernel(
+        "dequantized", lambda shape: _codes(shape) and shape.scheme.activations is None,  # type: ignore[union-attr]
+        _expanded,
         lambda shape, rows: [Expanded(Library())] if rows >= 128 else [],
     ),
     Kernel("codes, few rows", fits_small_m, small_m_rule, _streamed, hopper=True),
-    Kernel("codes", lambda shape: shape.scheme is not None, codes_rule, _on_codes),
+    Kernel("splits", lambda shape: shape.splits > 0, split_rule, _splits),
+    Kernel("codes", _codes, codes_rule, _on_codes),
+    Kernel("cuBLAS", _plain, _library, lambda shape, rows: (Library(), Library(split=True))),
     Kernel(
-        "cuBLAS", lambda shape: shape.scheme is None, _library, lambda shape, rows: (Library(), Library(split=True))
+        "many rows", lambda shape: fits_wide(shape) and not shape.splits, narrow_wide,
+        lambda shape, rows: WIDE if rows >= 128 else (), hopper=True,
     ),
-    Kernel("many rows", fits_wide, narrow_wide, lambda shape, rows: WIDE if rows >= 128 else (), hopper=True),
-    Kernel("tiles", lambda shape: shape.scheme is None, tile_rule, _tiles),
+    Kernel("tiles", _plain, tile_rule, _tiles),
 )  # fmt: skip
 """The rule asks kernels in this order."""
 

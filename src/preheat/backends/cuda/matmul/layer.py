@@ -217,16 +217,17 @@ class Layer:
         if not self._split or not plain or adapted:
             return None
         assert isinstance(norm, CudaNorm) and (how is None or isinstance(how, QuantizedInput))
-        if (sum_and_norm := self._ranks.joining(*residual.shape)) is not None:
-            mine = self.partial(x, x.new_empty(residual.shape, dtype=torch.float32))
-            return cast(Tensor, sum_and_norm(mine, self._bias, norm, residual, how))
-        carrier = self._ranks.carrier
-        if carrier is None or not (landings := self._landings(carrier, len(x))):
+        joined, carrier = self._ranks.joining(*residual.shape), self._ranks.carrier
+        if joined is None and carrier is not None and (landings := self._landings(carrier, len(x))):
+            to = normed_rows(residual, how)
+            for landing in self._sent(x, carrier, landings):
+                carrier.norm(landing, self._bias, norm, residual, to, how)
+            return cast(Tensor, to)
+        joined = joined or self._ranks.sharing(residual.shape[1], residual.dtype)
+        if joined is None:
             return None
-        to = normed_rows(residual, how)
-        for landing in self._sent(x, carrier, landings):
-            carrier.norm(landing, self._bias, norm, residual, to, how)
-        return cast(Tensor, to)
+        mine = self.partial(x, x.new_empty(residual.shape, dtype=torch.float32))
+        return cast(Tensor, joined(mine, self._bias, norm, residual, how))
 
     def partial(self, x: Tensor, y: Tensor) -> Tensor:
         """Write to ``y`` fp32 [rows, outputs] the sum of this rank's splits, without the bias."""

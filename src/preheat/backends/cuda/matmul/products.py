@@ -32,11 +32,13 @@ from preheat.backends.cuda.matmul.weights import STEP, codes_at, decoded, nibble
 class Plain(NamedTuple):
     """Constants of plain weights.
 
-    ``even``: a tile's depth divides the inputs of a split. ``masked``: rows of x beyond the last one are not read.
+    ``even``: a tile's depth divides the inputs of a split. ``masked``: rows of x beyond the last one are not read. The
+    product adds so many ``splits`` itself, if it is ``even``.
     """
 
     even: bool
     masked: bool = False
+    splits: int = 1
 
 
 class Codes(NamedTuple):
@@ -109,18 +111,34 @@ def _plain_weights(weight, tiles, rows, first, k, end, inputs, INPUTS: tl.conste
 
 
 @triton.jit
+def _added(acc, total, left, split, ended, SPLITS: tl.constexpr):
+    """Where a ``split`` has ``ended``, add its sum ``acc`` to the tree (:mod:`preheat.ops.matmul`); begin the next one.
+
+    Return the sum of the next split, of the pair, and of the pair before.
+    """
+    total = tl.where(ended, tl.where(split % 2 == 0, acc, total + acc), total)
+    if SPLITS == 4:
+        left = tl.where(ended & (split == 1), total, left)
+    return tl.where(ended, 0.0, acc), total, left
+
+
+@triton.jit
 def plain(
     x, w, tiles, group, at, split, size, inputs, outputs, FORM: tl.constexpr, INPUTS: tl.constexpr,
     gated: tl.constexpr,
 ):  # fmt: skip
-    """Return the sums of plain weights; see the module."""
+    """Return the sums of plain weights; see the module.
+
+    ``FORM.splits`` are added in one loop. Loads of the next split are on their way before a split has ended.
+    """
     first, row, out, token, there = at
     x_tiles, w_tiles = tiles
     top, start = group * outputs * (2 if gated else 1), split * size
     rows = tl.cast(top, tl.int64) + out
     acc = tl.zeros([out.shape[0], token.shape[0]], tl.float32)
     acc_up = tl.zeros([out.shape[0], token.shape[0]], tl.float32)
-    for k in range(0, size, INPUTS):
+    total, left = acc, acc
+    for k in range(0, size * FORM.splits, INPUTS):
         here = start + k
         if x_tiles is not None:
             xs = x_tiles.load([row, here]).T
@@ -141,7 +159,11 @@ def plain(
                 w, w_tiles, rows + outputs, top + outputs + first, here, start + size, inputs, INPUTS, FORM.even
             )
             acc_up = tl.dot(ups, xs, acc_up, input_precision="ieee")
-    return acc, acc_up
+        if FORM.splits > 1:
+            acc, total, left = _added(acc, total, left, k // size, (k + INPUTS) % size == 0, FORM.splits)
+    if FORM.splits == 4:
+        total = left + total
+    return (acc if FORM.splits == 1 else total), acc_up
 
 
 @triton.jit

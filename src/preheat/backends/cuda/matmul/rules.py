@@ -70,10 +70,18 @@ def wide_tiles(shape: LinearShape, rows: int, choice: Wide) -> int:
     return -(-shape.outputs // choice.outputs) * -(-rows // choice.rows)
 
 
+def large_tiles(shape: LinearShape) -> tuple[Wide, ...]:
+    """Return tiles of Hopper's kernel for many rows, the largest first.
+
+    A thread has no registers for the sums of two splits of 256 outputs.
+    """
+    narrow = Wide(128, 128, 6)
+    return (narrow,) if shape.splits == 2 else (Wide(256, 128, 4), narrow)
+
+
 def wide_guesses(shape: LinearShape, rows: int) -> list[Wide]:
     """Return tiles, the largest first, that keep most processors of a Hopper GPU busy."""
-    sizes = (Wide(256, 128, 4), Wide(128, 128, 6))
-    return [choice for choice in sizes if wide_tiles(shape, rows, choice) >= PROCESSORS * 2 // 3]
+    return [choice for choice in large_tiles(shape) if wide_tiles(shape, rows, choice) >= PROCESSORS * 2 // 3]
 
 
 def narrow_wide(shape: LinearShape, rows: int) -> Wide | None:

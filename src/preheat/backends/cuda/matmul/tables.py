@@ -35,8 +35,9 @@ logger = logging.getLogger(__name__)
 class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     """The fastest implementation of a map up to ``rows``: ``tile`` or ``wide``, or cuBLAS where there is neither.
 
-    ``ordered``: the fastest implementation in the contract's order. If another one is faster, it has an entry of its
-    own. ``own``: the fastest one in order besides cuBLAS, where cuBLAS is faster.
+    ``splits``: into so many splits the inputs are cut, of which ranks share the sum; 0: they are not cut. ``ordered``:
+    the fastest implementation in the contract's order. If another one is faster, it has an entry of its own. ``own``:
+    the fastest one in order besides cuBLAS, where cuBLAS is faster.
     """
 
     outputs: int
@@ -48,6 +49,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     ordered: bool = True
     own: bool = False
     split: bool = False
+    splits: int = 0
     tile: Tile | None = None
     wide: Wide | None = None
     scheme: Scheme | None = None
@@ -63,7 +65,9 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
     def shape(self) -> LinearShape:
         """Shape of the layer, without a bias and scales of bfloat16: they make no difference to the choice."""
         dtype = getattr(torch, self.dtype)
-        return LinearShape(self.outputs, self.inputs, self.gated, dtype, scheme=self.scheme, shuffled=self.shuffled)
+        return LinearShape(
+            self.outputs, self.inputs, self.gated, dtype, scheme=self.scheme, shuffled=self.shuffled, splits=self.splits
+        )
 
     @classmethod
     def of(
@@ -87,6 +91,7 @@ class Entry(msgspec.Struct, frozen=True, omit_defaults=True):
             ordered=ordered,
             own=own,
             split=kernel.kind == "library" and kernel.split,
+            splits=shape.splits,
             tile=kernel if kernel.kind == "tile" else None,
             wide=kernel if kernel.kind == "wide" else None,
             scheme=shape.scheme,

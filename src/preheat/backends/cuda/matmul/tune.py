@@ -6,6 +6,7 @@ The table is kept for later boots.
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
@@ -24,6 +25,7 @@ from preheat.backends.cuda.matmul.moe.tuner import tune_experts
 from preheat.backends.cuda.matmul.tables import Entry, ExpertsEntry, Table, encode, merged, place, read
 from preheat.backends.cuda.matmul.tuner import ROWS, tune
 from preheat.errors import PreheatError, SettingsError
+from preheat.ops.values import Finish
 from preheat.utils.files import write_whole
 
 logger = logging.getLogger(__name__)
@@ -33,8 +35,10 @@ def tune_layers(request: TuneRequest, device: torch.device) -> str:
     """Measure, write the table and return a summary, see :meth:`preheat.backends.base.backend.Backend.tune`."""
     name = torch.cuda.get_device_name(device)
     path = _path(request, name)
-    share = request.seconds / (len(request.layers) + 1 + len(set(request.experts)))
-    found, experts = _measure(request, share), _measure_experts(request, share)
+    layers = list(dict.fromkeys(shape_of(layer, hopper=is_hopper()) for layer in request.layers))
+    kinds = dict.fromkeys((experts_shape_of(value), value.gate_up.finish) for value in request.experts)
+    share = request.seconds / (len(layers) + 1 + len(kinds))
+    found, experts = _measure(request, layers, share), _measure_experts(request, kinds, share)
     if not found and not experts:
         raise PreheatError(f"--seconds {request.seconds:g} is too short for a single measurement: raise it")
     table = merged(read(path), Table(name, torch.cuda.get_device_capability(device), found, experts))
@@ -43,33 +47,33 @@ def tune_layers(request: TuneRequest, device: torch.device) -> str:
     return f"{path}: {measured} entries measured, {known} in all"
 
 
-def _measure(request: TuneRequest, share: float) -> list[Entry]:
-    """Return entries of each shape, measured once, up to the most rows of a step.
+def _measure(request: TuneRequest, layers: Sequence[LinearShape], share: float) -> list[Entry]:
+    """Return entries of ``layers`` and the head, up to the most rows of a step.
 
-    The head, a single layer, has its ``share`` of the time.
+    Each of them has a ``share`` of the time, in seconds.
     """
 
     def report(shape: LinearShape, rows: int, times: dict[KernelConfig, float]) -> None:
         best = min(times, key=lambda config: times[config])
         logger.info("%d x %d, %d rows: %.1f us, %s", shape.outputs, shape.inputs, rows, times[best], best)
 
-    layers = list(dict.fromkeys(shape_of(layer, hopper=is_hopper()) for layer in request.layers))
     rows = [size for size in ROWS if size <= request.max_rows]
     found = tune(layers, rows, share * len(layers), report)
     head_rows = [size for size in rows if size <= request.max_head_rows]
     return found + tune([shape_of(request.head)], head_rows, share, report)
 
 
-def _measure_experts(request: TuneRequest, share: float) -> list[ExpertsEntry]:
-    """Return entries of experts up to the most tokens of a step.
+def _measure_experts(
+    request: TuneRequest, kinds: Iterable[tuple[ExpertsShape, Finish]], share: float
+) -> list[ExpertsEntry]:
+    """Return entries of each of ``kinds`` of experts up to the most tokens of a step.
 
-    Each size of experts has a ``share`` of the time.
+    Each has a ``share`` of the time, in seconds.
     """
 
     def report(shape: ExpertsShape, tokens: int, config: ExpertsConfig, taken: float) -> None:
         logger.info("%s, %d tokens: %.1f us, %s", shape, tokens, taken, config)
 
-    kinds = dict.fromkeys((experts_shape_of(value), value.gate_up.finish) for value in request.experts)
     return [entry for shape, finish in kinds for entry in tune_experts(shape, request.max_rows, share, report, finish)]
 
 

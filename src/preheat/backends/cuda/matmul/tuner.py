@@ -1,32 +1,31 @@
 """The tuner: it finds the fastest implementation of linear maps by trying all, on an idle device.
 
 Every time is the time of a CUDA graph that walks several copies of the weights, so that no copy is in the L2 cache.
+Each layer is timed alone; the best of few rows are then timed among the layers of a step
+(:mod:`preheat.backends.cuda.matmul.neighbors`).
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import torch
-from torch import Tensor
-from triton.runtime.errors import TritonError
 
 from preheat.backends.cuda.device.detect import card_at
-from preheat.backends.cuda.device.graph import capture
+from preheat.backends.cuda.matmul.bench import Bench
 from preheat.backends.cuda.matmul.config import KernelConfig, Library, LinearShape
 from preheat.backends.cuda.matmul.kernels import OWN_ROWS, candidates
-from preheat.backends.cuda.matmul.linear import apply
-from preheat.backends.cuda.matmul.prove import compile_kernels, differing, random_weight
+from preheat.backends.cuda.matmul.neighbors import fastest_of_steps
+from preheat.backends.cuda.matmul.prove import compile_kernels, differing
 from preheat.backends.cuda.matmul.tables import Entry
-from preheat.backends.cuda.matmul.weights import PlainWeight, Weight
-from preheat.backends.cuda.pointwise.quantize import quantize_rows
-from preheat.ops.quantization import QuantizedRows
 
-ROWS = (1, 8, 16, 32, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096, 8192)
-COPIED_BYTES = 200 << 20
-FINALISTS = 4
+ROWS = (
+    1, 8, 16, 32, 48, 64, 96, 128, 160, 192, 224, 256, 320, 384, 448, 512, 640, 768, 1024, 1280, 1536, 2048, 4096, 8192,
+)  # fmt: skip
+FINALISTS = 12
+"""Kernels that are timed again, and among their neighbors."""
 SPLIT_GAIN = 1.015
 """The least gain of cutting the inputs into parts for this to be chosen."""
 ALONE = 1.5
@@ -35,64 +34,6 @@ behind cuBLAS. Measured at one row of an 8B model on an H200: a tile that takes 
 layer."""
 WAKE_SECONDS = 1.0
 """Seconds of work until a device's clock is up."""
-
-
-class Bench:
-    """Times implementations of one map.
-
-    ``weights`` are enough copies to overflow the L2 cache.
-    """
-
-    def __init__(self, shape: LinearShape, rows: int) -> None:
-        size = shape.outputs * shape.inputs * shape.dtype.itemsize
-        if shape.scheme is not None:
-            size = shape.scheme.bytes(shape.outputs, shape.inputs)
-        copies = max(2 if size < 1 << 29 else 1, math.ceil(COPIED_BYTES / size))
-        self.shape = shape
-        self.weights: Sequence[Weight]
-        if shape.scheme is None:
-            weights = torch.randn(copies, shape.outputs, shape.inputs, device="cuda", dtype=shape.dtype)
-            self.weights = [PlainWeight(each) for each in weights.mul_(0.02).unbind()]
-        else:
-            self.weights = [random_weight(shape, torch.device("cuda"), 0) for _ in range(copies)]
-        self._x = torch.randn(rows, shape.inputs, device="cuda", dtype=shape.dtype)
-        self._codes: QuantizedRows | None = None
-        if shape.scheme is not None and shape.scheme.activations is not None:
-            self._codes = quantize_rows(self._x, shape.scheme.activations, self.weights[0].static)  # type: ignore[union-attr]
-        self._bias = torch.randn(shape.outputs, device="cuda", dtype=shape.dtype) if shape.bias else None
-
-    def _inputs(self, rows: int) -> Tensor | QuantizedRows:
-        """Return the first ``rows`` rows of x, as a norm gives them."""
-        if self._codes is None:
-            return self._x[:rows]
-        return QuantizedRows(self._codes.codes[:rows], self._codes.scales[:rows], None)
-
-    def microseconds(self, choice: KernelConfig, rows: int, replays: int) -> float:
-        """Return the median of ``replays``; infinite if ``choice`` cannot run."""
-        gated, x = self.shape.gated, self._inputs(rows)
-        try:
-            apply(choice, x, self.weights[0], self._bias, gated)
-        except (TritonError, RuntimeError):
-            return math.inf
-        return graph_microseconds(
-            lambda: [apply(choice, x, weight, self._bias, gated) for weight in self.weights], replays
-        ) / len(self.weights)
-
-
-def graph_microseconds(work: Callable[[], object], replays: int) -> float:
-    """Return the median time of a replay of ``work``, captured, in microseconds."""
-    kept: list[object] = []
-    graph = capture(lambda: kept.append(work()))
-    graph.replay()
-    times: list[float] = []
-    for _ in range(replays):
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1e3)
-    return sorted(times)[len(times) // 2]
 
 
 Report = Callable[[LinearShape, int, dict[KernelConfig, float]], None]
@@ -106,16 +47,21 @@ def tune(
 ) -> list[Entry]:
     """Return entries for ``shapes`` at ``rows``: the fastest of all, and the fastest with the contract's bits.
 
-    After ``seconds``, divided equally among shapes, return the entries found so far. ``report`` hears every time that
-    was taken.
+    Several ``shapes`` follow each other in a step, in their order. The fewest rows are measured first, of all shapes.
+    After ``seconds`` no more rows are. ``report`` hears every time that a layer took alone.
     """
     end = time.monotonic() + seconds
-    entries = []
     _wake_clock()
-    for left, shape in zip(range(len(shapes), 0, -1), shapes, strict=True):
-        share = time.monotonic() + (end - time.monotonic()) / left
-        entries += _entries(shape, _times(shape, rows, share, report))
-    return entries
+    benches = [Bench(shape, max(rows)) for shape in shapes]
+    times: list[dict[tuple[int, KernelConfig], float]] = [{} for _ in shapes]
+    for size in sorted(rows):
+        if time.monotonic() > end:
+            break
+        for bench, taken in zip(benches, times, strict=True):
+            taken.update(_times(bench, size, report))
+    wrong = [differing(shape, list(each)) if each else set() for shape, each in zip(shapes, times, strict=True)]
+    found = map(entries_of, shapes, times, wrong, fastest_of_steps(benches, times, wrong))
+    return [entry for entries in found for entry in entries]
 
 
 def _wake_clock() -> None:
@@ -128,48 +74,34 @@ def _wake_clock() -> None:
         torch.cuda.synchronize()
 
 
-def _times(
-    shape: LinearShape, rows: Sequence[int], end: float, report: Report
-) -> dict[tuple[int, KernelConfig], float]:
+def _times(bench: Bench, rows: int, report: Report) -> dict[tuple[int, KernelConfig], float]:
     """Return the microseconds of the finalists at ``rows``."""
-    bench = Bench(shape, max(rows))
-    found: dict[tuple[int, KernelConfig], float] = {}
-    for size in rows:
-        if time.monotonic() > end:
-            break
-        choices = list(candidates(shape, size, card=card_at()))
-        compile_kernels(((shape, choice) for choice in choices), ignore_errors=True)
-        first = {choice: bench.microseconds(choice, size, 2) for choice in choices}
-        ranked = [choice for choice in sorted(first, key=lambda choice: first[choice]) if first[choice] < math.inf]
-        finalists = ranked[:FINALISTS] + [choice for choice in ranked[FINALISTS:] if choice.kind == "library"]
-        times = {choice: bench.microseconds(choice, size, 9) for choice in finalists}
-        report(shape, size, first | times)
-        found |= {(size, choice): times[choice] for choice in finalists}
-    return found
-
-
-def _entries(shape: LinearShape, times: dict[tuple[int, KernelConfig], float]) -> list[Entry]:
-    """Return the entries at each number of rows: the best with the contract's bits, and the best of all.
-
-    The best of all has an entry only if it is another implementation.
-    """
-    wrong = differing(shape, list(times)) if times else set()
-    return entries_of(shape, times, wrong)
+    shape = bench.shape
+    choices = list(candidates(shape, rows, card=card_at()))
+    compile_kernels(((shape, choice) for choice in choices), ignore_errors=True)
+    first = {choice: bench.microseconds(choice, rows, 2) for choice in choices}
+    ranked = [choice for choice in sorted(first, key=lambda choice: first[choice]) if first[choice] < math.inf]
+    finalists = ranked[:FINALISTS] + [choice for choice in ranked[FINALISTS:] if choice.kind == "library"]
+    times = {choice: bench.microseconds(choice, rows, 9) for choice in finalists}
+    report(shape, rows, first | times)
+    return {(rows, choice): taken for choice, taken in times.items()}
 
 
 def entries_of(
-    shape: LinearShape, times: dict[tuple[int, KernelConfig], float], wrong: Collection[tuple[int, KernelConfig]]
-) -> list[Entry]:
+    shape: LinearShape, times: dict[tuple[int, KernelConfig], float], wrong: Collection[tuple[int, KernelConfig]],
+    among: Mapping[int, KernelConfig] = {},
+) -> list[Entry]:  # fmt: skip
     """Return entries as the tuner writes them, from microseconds of implementations at numbers of rows.
 
-    ``wrong`` have other bits. cuBLAS that may cut the inputs, yet does not, can be faster with the same bits: that is
-    chance, and gets no entry.
+    There is an entry of the fastest one in order, and one of the fastest of all if that is another. ``wrong`` have
+    other bits. ``among`` its neighbors a kernel is the fastest in order. cuBLAS that may cut the inputs, yet does not,
+    can be faster with the same bits: that is chance, and gets no entry.
     """
     entries = []
     for rows in sorted({rows for rows, _ in times}):
         taken = {choice: time for (size, choice), time in times.items() if size == rows}
         right = [choice for choice in taken if choice != Library(split=True) and (rows, choice) not in wrong]
-        ordered, fastest = _best(taken, right), _best(taken, list(taken))
+        ordered, fastest = among.get(rows) or _best(taken, right), _best(taken, list(taken))
         if ordered is not None:
             entries.append(Entry.of(shape, rows, ordered, taken[ordered]))
         own = _best(taken, [choice for choice in right if choice.kind != "library"])

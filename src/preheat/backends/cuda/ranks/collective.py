@@ -213,7 +213,14 @@ class RankSums:
         return add_ranks(self.gather(mine), bias, dtype)
 
     def joining(self, rows: int, size: int) -> SumAndNorm | None:
-        """Return how a sum of ``rows`` rows is added to the residual and normed in one launch, if it can be."""
+        """Return how a sum of few ``rows`` is added to the residual and normed in one launch, if it can be."""
+        return None
+
+    def sharing(self, size: int, dtype: torch.dtype) -> SumAndNorm | None:
+        """Return how each rank adds a share of more rows than :meth:`joining` takes, in one launch, if it can be.
+
+        Rows of ``dtype`` have ``size`` numbers.
+        """
         return None
 
     def abort(self) -> None:

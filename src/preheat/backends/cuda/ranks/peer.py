@@ -181,8 +181,12 @@ class Peers(RankSums):
         return out
 
     def joining(self, rows: int, size: int) -> SumAndNorm | None:
-        fits = next_power_of_2(size) <= STRIDE and rows * size * (self.world - 1) <= EACH_MOST
-        return partial(sum_and_norm, self._rooms[torch.float32]) if fits else None
+        few = rows * size * (self.world - 1) <= EACH_MOST
+        return partial(sum_and_norm, self._rooms[torch.float32]) if few and next_power_of_2(size) <= STRIDE else None
+
+    def sharing(self, size: int, dtype: torch.dtype) -> SumAndNorm | None:
+        fits = next_power_of_2(size) <= STRIDE
+        return partial(sum_and_norm, self._rooms[dtype], shares=True) if fits else None
 
     def gather(self, x: Tensor) -> Tensor:
         found = x.new_empty(self.world, *x.shape)

@@ -97,7 +97,7 @@ def wait(flags, silent, epoch, patience, PID, RANK: tl.constexpr, WORLD: tl.cons
 
 
 @triton.jit
-def _slot(room, turn, sender, PID, STRIDE: tl.constexpr, WORLD: tl.constexpr, PROGRAMS: tl.constexpr):
+def slot(room, turn, sender, PID, STRIDE: tl.constexpr, WORLD: tl.constexpr, PROGRAMS: tl.constexpr):
     """Return the slot of a program for tiles of ``sender`` in ``room``; ``turn`` is the number of the step."""
     place = ((turn & 1).to(tl.int32) * WORLD + sender) * PROGRAMS + PID
     return room + place * STRIDE
@@ -112,8 +112,8 @@ def _numbers(
     if rank == RANK:
         found = own
     else:
-        slot = _slot(room, turn, rank, PID, STRIDE, WORLD, PROGRAMS)
-        found = tl.load(slot + at, mask=inside, other=0, cache_modifier=".cg")
+        place = slot(room, turn, rank, PID, STRIDE, WORLD, PROGRAMS)
+        found = tl.load(place + at, mask=inside, other=0, cache_modifier=".cg")
     return found
 
 
@@ -162,8 +162,8 @@ def send(
         if rank != RANK:
             at = first + lane + (rank * BLOCK if FORM == SHARES else 0)
             given = tl.load(mine + at, mask=at < size, other=0)
-            slot = _slot(parts[rank], turn, RANK, PID, STRIDE, WORLD, PROGRAMS)
-            tl.store(slot + lane, given, mask=at < size)
+            place = slot(parts[rank], turn, RANK, PID, STRIDE, WORLD, PROGRAMS)
+            tl.store(place + lane, given, mask=at < size)
 
 
 @triton.jit
@@ -193,8 +193,8 @@ def _receive(
         if FORM == SHARES:
             for rank in tl.static_range(WORLD):
                 if rank != RANK:
-                    slot = _slot(results[rank], turn, RANK, PID, STRIDE, WORLD, PROGRAMS)
-                    tl.store(slot + lane, total, mask=inside)
+                    place = slot(results[rank], turn, RANK, PID, STRIDE, WORLD, PROGRAMS)
+                    tl.store(place + lane, total, mask=inside)
 
 
 @triton.jit
@@ -207,8 +207,8 @@ def _take(
     for rank in tl.static_range(WORLD):
         if rank != RANK:
             at = first + lane + rank * BLOCK
-            slot = _slot(results[RANK], turn, rank, PID, STRIDE, WORLD, PROGRAMS)
-            found = tl.load(slot + lane, mask=at < size, other=0, cache_modifier=".cg")
+            place = slot(results[RANK], turn, rank, PID, STRIDE, WORLD, PROGRAMS)
+            found = tl.load(place + lane, mask=at < size, other=0, cache_modifier=".cg")
             tl.store(out + at, found, mask=at < size)
 
 

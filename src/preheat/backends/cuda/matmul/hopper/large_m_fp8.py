@@ -27,8 +27,8 @@ ROWS = gl.constexpr(64)
 
 
 @gluon.jit
-def _scaled(acc, x_scales, scales, bias, row, rows, first, last, dtype: gl.constexpr):
-    """Scale sums to outputs of the layer from ``first`` on.
+def _scaled(acc, x_scales, scales, row, rows, first, last):
+    """Scale sums of the outputs from ``first`` on.
 
     Numbers beyond the output ``last`` and beyond ``rows`` are undefined.
     """
@@ -36,15 +36,15 @@ def _scaled(acc, x_scales, scales, bias, row, rows, first, last, dtype: gl.const
     out = gl.minimum(first + gl.arange(0, acc.shape[1], gl.SliceLayout(0, acc.type.layout)), last)
     acc *= gl.load(x_scales + token)[:, None]
     acc *= gl.load(scales + out)[None, :]
-    return rounded_outputs(acc, bias, first, last, dtype)
+    return acc
 
 
 @gluon.jit
 def _multiply(
     half: gl.constexpr, x, y, x_scales, scales, bias, xs, weights, memory, full, empty, gated: gl.constexpr,
-    WIDTH: gl.constexpr,
+    WIDTH: gl.constexpr, SPLITS: gl.constexpr,
 ):  # fmt: skip
-    """Multiply one half of the rows of each tile of y."""
+    """Multiply one half of the rows of each tile of y; the sums of both ``SPLITS`` of the inputs are added."""
     STAGES: gl.constexpr = weights.shape[0]
     OUTPUTS: gl.constexpr = weights.shape[1] * weights.shape[2]
     SIDE: gl.constexpr = OUTPUTS // 2
@@ -56,30 +56,37 @@ def _multiply(
     for tile in range(gl.program_id(0), num_tiles(x, y, None, 1, WIDTH), gl.num_programs(0)):
         row, first, _ = tile_place(tile, x, y, None, None, WIDTH)
         row += half * ROWS
-        left = gl.zeros([ROWS, SIDE], gl.float32, SUMS)
-        right = gl.zeros([ROWS, SIDE], gl.float32, SUMS)
-        for _ in range(0, x.shape[1], STEP):
-            place, phase = ring(at, STAGES)
-            mbarrier.wait(full.index(place), phase)
-            numbers = xs.index(place * 2 + half)
-            w = weights.index(place).reshape([OUTPUTS, STEP])
-            part = warpgroup_mma(
-                numbers, w.slice(0, SIDE).permute([1, 0]), nothing, use_acc=False, is_async=True
-            )  # fmt: skip
-            left += warpgroup_mma_wait(0, [part])
-            part = warpgroup_mma(
-                numbers, w.slice(SIDE, SIDE).permute([1, 0]), nothing, use_acc=False, is_async=True
-            )  # fmt: skip
-            part = warpgroup_mma_wait(0, [part])
-            mbarrier.arrive(empty.index(place))
-            right += part
-            at += 1
-        left = _scaled(left, x_scales, scales, bias, row, rows, first, columns - 1, y.dtype)
+        other = columns + first if gated else first + SIDE
+        last = (2 if gated else 1) * columns - 1
+        left_total, right_total = nothing, nothing
+        for split in gl.static_range(SPLITS):
+            left = gl.zeros([ROWS, SIDE], gl.float32, SUMS)
+            right = gl.zeros([ROWS, SIDE], gl.float32, SUMS)
+            for _ in range(0, x.shape[1] // SPLITS, STEP):
+                place, phase = ring(at, STAGES)
+                mbarrier.wait(full.index(place), phase)
+                numbers = xs.index(place * 2 + half)
+                w = weights.index(place).reshape([OUTPUTS, STEP])
+                part = warpgroup_mma(
+                    numbers, w.slice(0, SIDE).permute([1, 0]), nothing, use_acc=False, is_async=True
+                )  # fmt: skip
+                left += warpgroup_mma_wait(0, [part])
+                part = warpgroup_mma(
+                    numbers, w.slice(SIDE, SIDE).permute([1, 0]), nothing, use_acc=False, is_async=True
+                )  # fmt: skip
+                part = warpgroup_mma_wait(0, [part])
+                mbarrier.arrive(empty.index(place))
+                right += part
+                at += 1
+            left = _scaled(left, x_scales, scales, row, rows, first, columns - 1)
+            right = _scaled(right, x_scales, scales, row, rows, other, last)
+            left_total = left if split == 0 else left_total + left
+            right_total = right if split == 0 else right_total + right
+        left = rounded_outputs(left_total, bias, first, columns - 1, y.dtype)
+        right = rounded_outputs(right_total, bias, other, last, y.dtype)
         if gated:
-            right = _scaled(right, x_scales, scales, bias, row, rows, columns + first, 2 * columns - 1, y.dtype)
             store_tile(y, row, first, silu_mul(left, right), memory)
         else:
-            right = _scaled(right, x_scales, scales, bias, row, rows, first + SIDE, columns - 1, y.dtype)
             store_tile(y, row, first, left, memory)
             store_tile(y, row, first + SIDE, right, memory)
     tma.store_wait(0)
@@ -87,7 +94,8 @@ def _multiply(
 
 @gluon.jit
 def _wide(
-    x, weight, y, x_scales, scales, bias, gated: gl.constexpr, STAGES: gl.constexpr, overlap: gl.constexpr,
+    x, weight, y, x_scales, scales, bias, gated: gl.constexpr, STAGES: gl.constexpr, SPLITS: gl.constexpr,
+    overlap: gl.constexpr,
 ):  # fmt: skip
     xs = gl.allocate_shared_memory(x.dtype, [2 * STAGES] + x.block_shape, x.layout)  # noqa: RUF005
     weights = gl.allocate_shared_memory(x.dtype, [STAGES] + weight.block_shape, weight.layout)  # noqa: RUF005
@@ -97,8 +105,8 @@ def _wide(
     begin(overlap)
     gl.warp_specialize(
         [
-            (_multiply, (0, x, y, x_scales, scales, bias, xs, weights, memory, full, empty, gated, WIDTH)),
-            (_multiply, (1, x, y, x_scales, scales, bias, xs, weights, memory, full, empty, gated, WIDTH)),
+            (_multiply, (0, x, y, x_scales, scales, bias, xs, weights, memory, full, empty, gated, WIDTH, SPLITS)),
+            (_multiply, (1, x, y, x_scales, scales, bias, xs, weights, memory, full, empty, gated, WIDTH, SPLITS)),
             (load_tiles, (x, weight, y, None, None, xs, weights, full, empty, 1, WIDTH)),
         ],
         [4, 1],
@@ -109,8 +117,9 @@ def _wide(
 def wide_fp8(choice: Wide, x: QuantizedRows, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor) -> None:
     """Write ``y`` [rows, columns] for ``x`` [rows, inputs] on Hopper; all are contiguous.
 
-    Only for layers that :func:`preheat.backends.cuda.matmul.config.wide_float8` accepts. Tiles have 128 rows. The grid
-    has at most one program for each multiprocessor.
+    Only for layers that :func:`preheat.backends.cuda.matmul.config.wide_float8` accepts. Tiles have 128 rows. The
+    inputs are cut into 1 or 2 splits of whole steps; y may be fp32. The grid has at most one program for each
+    multiprocessor.
     """
     outputs, inputs = weight.shape
     halves = 2 if gated else 1
@@ -124,6 +133,7 @@ def wide_fp8(choice: Wide, x: QuantizedRows, weight: DeviceWeight, bias: Tensor 
         bias,
         gated=gated,
         STAGES=choice.stages,
+        SPLITS=weight.splits,
         enable_fp_fusion=False,
         **options(num_warps=4, num_stages=1, maxnreg=168),
     )

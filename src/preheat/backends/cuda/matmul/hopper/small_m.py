@@ -271,26 +271,35 @@ def _scaled(acc, x_scales, scales, rows, columns, gated: gl.constexpr):
 
 @gluon.jit
 def _multiply_float8(
-    y, x_scales, scales, bias, xs, ws, full, empty, rows, columns, steps, gated: gl.constexpr, overlap: gl.constexpr,
+    y, x_scales, scales, bias, xs, ws, full, empty, rows, columns, steps, gated: gl.constexpr, SPLITS: gl.constexpr,
+    overlap: gl.constexpr,
 ):  # fmt: skip
-    """Multiply float8 numbers: sums of the matrix unit are added up in fp32."""
+    """Multiply float8 numbers: sums of the matrix unit are added up in fp32.
+
+    A split of the inputs has ``steps`` steps. The sums of both ``SPLITS`` are added.
+    """
     STAGES: gl.constexpr = ws.shape[0]
     N: gl.constexpr = xs.shape[2]
     SUMS: gl.constexpr = gl.NVMMADistributedLayout(version=[3, 0], warps_per_cta=[4, 1], instr_shape=[16, N, 32])
     nothing = gl.zeros([OUTPUTS, N], gl.float32, SUMS)
-    acc = gl.zeros([OUTPUTS, N], gl.float32, SUMS)
-    for step in range(steps):
-        place, phase = ring(step, STAGES)
-        mbarrier.wait(full.index(place), phase)
-        inputs = xs.index(place).reshape([N, STEP]).permute([1, 0])
-        part = warpgroup_mma(
-            ws.index(place).reshape([OUTPUTS, STEP]), inputs, nothing, use_acc=False, is_async=True
-        )  # fmt: skip
-        part = warpgroup_mma_wait(0, [part])
-        mbarrier.arrive(empty.index(place))
-        acc += part
-    begin_late(overlap)  # scales of x are read without the copy engine
-    _store(_scaled(acc, x_scales, scales, rows, columns, gated), y, bias, rows, columns, gated)
+    total = nothing
+    for split in gl.static_range(SPLITS):
+        acc = gl.zeros([OUTPUTS, N], gl.float32, SUMS)
+        for step in range(split * steps, (split + 1) * steps):
+            place, phase = ring(step, STAGES)
+            mbarrier.wait(full.index(place), phase)
+            inputs = xs.index(place).reshape([N, STEP]).permute([1, 0])
+            part = warpgroup_mma(
+                ws.index(place).reshape([OUTPUTS, STEP]), inputs, nothing, use_acc=False, is_async=True
+            )  # fmt: skip
+            part = warpgroup_mma_wait(0, [part])
+            mbarrier.arrive(empty.index(place))
+            acc += part
+        if split == 0:
+            begin_late(overlap)  # scales of x are read without the copy engine
+        acc = _scaled(acc, x_scales, scales, rows, columns, gated)
+        total = acc if split == 0 else total + acc
+    _store(total, y, bias, rows, columns, gated)
 
 
 @gluon.jit
@@ -301,8 +310,8 @@ def _room(tensor, STAGES: gl.constexpr):
 
 @gluon.jit(do_not_specialize=["rows", "steps"])
 def _small_m_float8(
-    x, codes, x_scales, scales, bias, y, rows, columns, steps, gated: gl.constexpr, STAGES: gl.constexpr,
-    overlap: gl.constexpr,
+    x, codes, x_scales, scales, bias, y, rows, columns, steps, gated: gl.constexpr, SPLITS: gl.constexpr,
+    STAGES: gl.constexpr, overlap: gl.constexpr,
 ):  # fmt: skip
     xs, ws = _room(x, STAGES), _room(codes, STAGES)
     full, empty = barriers(STAGES, 1), barriers(STAGES, 1)
@@ -311,9 +320,9 @@ def _small_m_float8(
         [
             (
                 _multiply_float8,
-                (y, x_scales, scales, bias, xs, ws, full, empty, rows, columns, steps, gated, overlap),
+                (y, x_scales, scales, bias, xs, ws, full, empty, rows, columns, steps, gated, SPLITS, overlap),
             ),
-            (_load, (x, codes, None, None, xs, ws, None, None, full, empty, steps, STAGES, 0, overlap)),
+            (_load, (x, codes, None, None, xs, ws, None, None, full, empty, SPLITS * steps, STAGES, 0, overlap)),
         ],
         [1],
         [24],
@@ -366,7 +375,10 @@ def small_m_codes(tile: Tile, x: Tensor, weight: DeviceWeight, bias: Tensor | No
 def small_m_float8(
     tile: Tile, x: QuantizedRows, weight: DeviceWeight, bias: Tensor | None, gated: bool, y: Tensor
 ) -> None:
-    """Write ``y`` [rows, columns] for float8 rows ``x`` [rows, inputs]; all are contiguous."""
+    """Write ``y`` [rows, columns] for float8 rows ``x`` [rows, inputs]; all are contiguous.
+
+    The inputs are cut into 1 or 2 splits of whole steps; y may be fp32.
+    """
     _small_m_float8[_grid(tile, y, gated)](
         descriptor(x.codes.view(len(x), -1, STEP.value).transpose(0, 1), 1, tile.rows, STEP.value),
         _rows(weight.codes, gated, STEP.value),
@@ -376,8 +388,9 @@ def small_m_float8(
         y,
         len(x),
         y.shape[1],
-        x.codes.shape[1] // STEP.value,
+        x.codes.shape[1] // STEP.value // weight.splits,
         gated=gated,
+        SPLITS=weight.splits,
         STAGES=tile.stages,
         enable_fp_fusion=False,
         **options(num_warps=4, num_stages=1, maxnreg=64 if tile.rows < 32 else 80),

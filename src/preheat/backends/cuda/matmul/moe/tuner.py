@@ -19,6 +19,7 @@ from triton.runtime.errors import TritonError
 
 from preheat.backends.cuda.device.compiling import compiling
 from preheat.backends.cuda.device.detect import card_at
+from preheat.backends.cuda.matmul.bench import graph_microseconds
 from preheat.backends.cuda.matmul.config import ExpertsConfig, ExpertsShape, LinearShape, Tile, Wide
 from preheat.backends.cuda.matmul.fit import fitted
 from preheat.backends.cuda.matmul.hopper.large_m import fits
@@ -27,7 +28,6 @@ from preheat.backends.cuda.matmul.moe.experts import Apart, experts_forward, exp
 from preheat.backends.cuda.matmul.moe.route import Arrangement, arrange
 from preheat.backends.cuda.matmul.rules import ALONE, experts_rule
 from preheat.backends.cuda.matmul.tables import ExpertsEntry
-from preheat.backends.cuda.matmul.tuner import graph_microseconds
 from preheat.backends.cuda.matmul.weights import DeviceWeight, PlainWeight, Weight
 from preheat.backends.cuda.pointwise.activation import activate
 from preheat.ops.quantization import empty_weight
