@@ -48,6 +48,7 @@ from preheat.model.unread import GENERATION, refuse_unread
 from preheat.model.values import check_supported
 from preheat.model.vision_specs import VisionSpec
 from preheat.named_files import check_named_files
+from preheat.parallel.world import world_size
 from preheat.plan import commands
 from preheat.plan.modes import check_options, instead, resolve, with_defaults
 from preheat.plan.of_model import for_model
@@ -70,6 +71,7 @@ if TYPE_CHECKING:
     from preheat.backends.base.facts import Facts
     from preheat.engine.loop import EngineSide, Loop
     from preheat.frontend.images import Images
+    from preheat.parallel.ranks import Children
 
 logger = logging.getLogger(__name__)
 
@@ -332,6 +334,9 @@ def boot_engine(
         with ExitStack() as awake:
             wake(settings.device)
             awake.callback(rest, settings.device)
+            children = _children(settings)
+            if children is not None:
+                awake.callback(children.leave)
             with trace.span("Importing torch"), pycache.kept(cache_root(settings)), kept_imports():
                 from preheat.boot import boot
 
@@ -341,7 +346,19 @@ def boot_engine(
                 awake.close()  # the first request waits for no process of the boot
                 before_ready()
 
-            return boot(settings, transport, rested, started=started, trace=trace, backend=backend)
+            return boot(
+                settings, transport, rested, started=started, trace=trace, backend=backend, children=children
+            )  # fmt: skip
+
+
+def _children(settings: Settings) -> Children | None:
+    """Start the other ranks of this host, if there are any: they import torch while this process does."""
+    world = world_size(settings)
+    if world == 1 or settings.distributed_executor_backend != "mp":
+        return None
+    from preheat.parallel.ranks import Children
+
+    return Children(world, settings.device)
 
 
 @contextmanager

@@ -27,7 +27,7 @@ finally:
     os._exit(code)
 """
 
-_start_a_process = ranks._child
+start_a_process = ranks._child
 
 
 class ForkedRank(forked.Forked):
@@ -44,18 +44,18 @@ def install() -> Callable[[], None]:
     """Fork the ranks of this process from now on, and return a function that ends this."""
     forks = forked.Forks(*IMPORTED, process=ForkedRank)
 
-    def child(rank: int) -> Started:
+    def child(rank: int, device: str) -> Started:
         """Start ``rank`` as :func:`preheat.parallel.ranks._child` does."""
         environment = dict(os.environ)
         if not forks.fit(environment):
-            return _start_a_process(rank)
+            return start_a_process(rank, device)
         ours, theirs = Pipe()
         with theirs:
             started = forks.run(CODE, str(rank), environment=environment, more=[theirs.fileno()])
         return Started(started, ours, None, device=rank)
 
     def undo() -> None:
-        ranks._child = _start_a_process
+        ranks._child = start_a_process
         forks.close()
 
     ranks._child = child

@@ -502,7 +502,8 @@ def test_rows_are_quantized_in_registers(kind):
 
 
 @pytest.mark.parametrize(
-    ("outputs", "stages", "gated", "splits"), [(256, 4, False, 1), (256, 4, True, 1), (128, 6, True, 1), (128, 6, False, 2)]
+    ("outputs", "stages", "gated", "splits"),
+    [(256, 4, False, 1), (256, 4, True, 1), (128, 6, True, 1), (128, 6, False, 2)],
 )
 def test_float8_of_many_rows_sums_128_products_from_zero(outputs, stages, gated, splits):
     """The first of four instructions takes no sum, and the sum of the four is added in fp32."""

@@ -21,7 +21,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from preheat import LLM, SamplingParams
+from preheat import LLM, SamplingParams, startup
 from preheat.backends.base.collective import Link
 from preheat.backends.cpu import collective as exchanges
 from preheat.backends.cpu.collective import PLACE_BYTES
@@ -258,6 +258,7 @@ class TwoNodes:
 
 @pytest.fixture
 def on_two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
+    monkeypatch.setattr(startup, "_children", lambda settings: None)
     monkeypatch.setattr(share, "_launcher", lambda settings, backend: TwoNodes())
     llm = LLM(tensor_parallel_size=2, **OPTIONS)
     yield llm

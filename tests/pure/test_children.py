@@ -11,10 +11,14 @@ from collections.abc import Iterator
 import msgspec
 import pytest
 
+from preheat import startup
+from preheat.errors import PreheatError
 from preheat.parallel import ranks
 from preheat.server.replicas import process
 from preheat.settings import Settings
+from preheat.transport import InlineTransport
 from preheat.utils.children import child_environment
+from tests.cpu.forked_ranks import start_a_process
 from tests.meta.source import MODULES, ROOT, name_of
 
 
@@ -62,9 +66,39 @@ def test_an_engine_imports_from_the_places_of_its_server(places):
 def test_a_rank_is_given_the_places_of_its_engine(monkeypatch, places):
     seen = []
     monkeypatch.setattr(ranks, "Child", lambda command, **more: seen.append((command, more["env"])))
-    ranks._child(1)
+    start_a_process(1, "cpu")  # other tests of this process may fork ranks
     ((command, environment),) = seen
     code = "import entry_of_child, msgspec"
     words = [sys.executable, *command[1 : command.index("-m")], "-c", code]
     assert subprocess.run(words, env=environment, check=False).returncode == 0
     assert subprocess.run([sys.executable, "-c", code], env=environment, check=False).returncode == 77  # control
+
+
+WAITING = """
+import sys
+from preheat import startup
+from preheat.settings import Settings
+from preheat.transport import InlineTransport
+
+children = startup._children(Settings.load({"model": "bundled", "tensor_parallel_size": 2}, {}))
+started, = children._waiting
+assert "torch" not in sys.modules and started.process.poll() is None
+children.leave()
+assert started.process.returncode is not None and children.launch() == []
+"""
+
+
+def test_ranks_start_before_their_engine_imports_torch():
+    found = subprocess.run([sys.executable, "-c", WAITING], env=child_environment(), capture_output=True, check=False)
+    assert found.returncode == 0, found.stderr.decode()
+
+
+def test_a_boot_that_fails_ends_the_ranks_that_wait_for_orders(monkeypatch):
+    """The device is picked while ranks import torch; without it the boot fails."""
+    begun = []
+    monkeypatch.setattr(ranks, "_child", lambda *words: begun.append(start_a_process(*words)) or begun[-1])
+    monkeypatch.setattr(startup, "pick_backend", lambda device: {}[device])
+    settings = Settings.load({"model": "bundled", "tensor_parallel_size": 4}, {})
+    with pytest.raises(PreheatError, match="KeyError: 'auto'"):
+        startup.boot_engine(settings, InlineTransport())
+    assert len(begun) == 3 and all(each.process.poll() is not None for each in begun)

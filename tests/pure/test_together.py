@@ -1,7 +1,7 @@
 """The search for kernels that are fastest together."""
 
 import random
-from itertools import product
+from itertools import pairwise, product
 
 import pytest
 from hypothesis import given
@@ -14,12 +14,10 @@ def costs(layers, kernels, seed, *, of_pairs):
     """Return the time of choices: each kernel's own, and what two neighbors cost each other."""
     drawn = random.Random(seed)
     own = [[drawn.uniform(10, 20) for _ in range(kernels)] for _ in range(layers)]
-    both = {
-        place: drawn.uniform(0, of_pairs) for place in product(range(layers - 1), range(kernels), range(kernels))
-    }
+    both = {place: drawn.uniform(0, of_pairs) for place in product(range(layers - 1), range(kernels), range(kernels))}
 
     def time(choices):
-        pairs = zip(choices, choices[1:], strict=False)
+        pairs = pairwise(choices)
         return sum(row[choice] for row, choice in zip(own, choices, strict=True)) + sum(
             both[place, *pair] for place, pair in enumerate(pairs)
         )

@@ -56,6 +56,12 @@ def wake(device: str, rank: int = 0) -> None:
         wake_gpu(rank)
 
 
+def preload(device: str) -> None:
+    """Import the modules of the backend for ``device``, where :func:`pick_backend` will pick no other."""
+    if device == CUDA.name:
+        import preheat.backends.cuda.backend  # noqa: F401
+
+
 def rest(device: str) -> None:
     """End the processes that only a boot needs; :func:`wake` and the boot started them."""
     if device in (AUTO, CUDA.name):

@@ -36,6 +36,7 @@ from preheat.model.families import read_spec
 from preheat.model.files import find_model, find_tokenizer, read_config, weight_files
 from preheat.model.loader import LoadedModel, load_model
 from preheat.model.weights_digest import WeightsDigest
+from preheat.parallel.ranks import Children
 from preheat.parallel.share import Share, contract_parts
 from preheat.plan import lines
 from preheat.plan.cost import Costs
@@ -75,14 +76,15 @@ def boot(
     started: float,
     trace: Trace,
     backend: Backend,
+    children: Children | None,
 ) -> Loop:
     """Boot an engine; see :func:`preheat.startup.boot_engine`.
 
-    ``started`` is the time when the boot began, in monotonic seconds.
+    ``started`` is the time when the boot began, in monotonic seconds. ``children`` are other ranks that wait already.
     """
     device = open_device(settings, backend)
     threads = torch.get_num_threads()  # before compiled functions leave torch one
-    share = Share.open(*device)
+    share = Share.open(*device, children)
     try:
         device = device._replace(settings=with_defaults(device.settings, device.backend.facts))
         steps = Steps(device.backend, started, trace.span, level=detail_level(device.settings, device.backend.facts))

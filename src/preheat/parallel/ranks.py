@@ -30,10 +30,10 @@ from preheat.backends.base.facts import Mode
 from preheat.backends.rendezvous import Rendezvous
 from preheat.errors import PreheatError, RankDied, WireError
 from preheat.parallel.channel import wait as wait_for
-from preheat.parallel.groups import world_size
 from preheat.parallel.reports import Heard
 from preheat.parallel.sites import Memory, Network, Site
 from preheat.parallel.wire import Address, Door, hang_up
+from preheat.parallel.world import world_size
 from preheat.settings import Settings
 from preheat.utils.children import child_environment
 
@@ -104,21 +104,33 @@ class Child(subprocess.Popen[bytes]):
 
 
 class Children:
-    """A :class:`Launcher` of ranks that are children of this process."""
+    """A :class:`Launcher` of ``world`` - 1 ranks on ``device``, a platform's name, that are children of this process.
+
+    They start at once: while this process imports torch they do so, too, and then wait for orders.
+    """
 
     door = None
 
-    def __init__(self, world: int) -> None:
+    def __init__(self, world: int, device: str) -> None:
         self.nodes = [""] * world
+        self._waiting = [_child(rank, device) for rank in range(1, world)]
 
     def launch(self) -> list[Started]:
-        return [_child(rank) for rank in range(1, len(self.nodes))]
+        """Return the children, once; whoever launches them ends them."""
+        launched, self._waiting = self._waiting, []
+        return launched
+
+    def leave(self) -> None:
+        """End the children that nobody has launched."""
+        for each in self.launch():
+            each.process.leave()
+            each.line.close()
 
 
-def _child(rank: int) -> Started:
+def _child(rank: int, device: str) -> Started:
     ours, theirs = Pipe()
     child = Child(
-        [sys.executable, "-P", "-m", "preheat.parallel.rank", str(rank), str(theirs.fileno())],
+        [sys.executable, "-P", "-m", "preheat.parallel.rank", str(rank), str(theirs.fileno()), device],
         env=child_environment(),
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],

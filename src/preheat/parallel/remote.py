@@ -26,7 +26,7 @@ def be_rank(rank: int, leader: Address, key: bytes) -> None:
     caller = call(leader, key, hello)
     from preheat.parallel import worker  # torch takes its time to import; the leader goes on meanwhile
 
-    worker.run(rank, caller, doors[0])
+    worker.run(rank, caller, doors[0], asleep=True)
 
 
 def callers(door: Door, count: int, check: Callable[[], None]) -> dict[int, tuple[Connection, Address]]:

@@ -26,10 +26,11 @@ from preheat.model.shard import sums_k_splits
 from preheat.ops.values import k_splits_of
 from preheat.parallel.adapters import SharedReads
 from preheat.parallel.contents import SharedContents
-from preheat.parallel.groups import Groups, has_groups, world_size
+from preheat.parallel.groups import Groups
 from preheat.parallel.leader import ParallelExecutor, build_parallel, select_parallel
 from preheat.parallel.ranks import Children, Launcher, Ranks
 from preheat.parallel.transfers import SharedTransfers
+from preheat.parallel.world import has_groups, world_size
 from preheat.plan.plan import Plan
 from preheat.settings import Settings
 from preheat.utils.caches import cache_root
@@ -52,8 +53,8 @@ class Share:
     everyone: Collective | None = None
 
     @classmethod
-    def open(cls, settings: Settings, backend: Backend, mode: Mode) -> Share:
-        """Start the other ranks, if there are any, in ``mode``.
+    def open(cls, settings: Settings, backend: Backend, mode: Mode, children: Children | None = None) -> Share:
+        """Start the other ranks, if there are any, in ``mode``; they may wait already, as ``children``.
 
         They load their shards while this one does.
         """
@@ -63,7 +64,7 @@ class Share:
         assert backend.sharing is not None, "its facts say that it lacks ranks"
         if world == 1:
             return cls(backend.sharing.join(OneNode(Path(), 0, 1), lambda: None), None)
-        ranks = Ranks(settings, mode, cache_root(settings), _launcher(settings, backend))
+        ranks = Ranks(settings, mode, cache_root(settings), children or _launcher(settings, backend))
         groups = Groups.join(settings, backend.sharing, ranks.rendezvous(), ranks.check)
         ranks.on_end(groups.abort)
         ranks.fault = groups.fault
@@ -135,7 +136,7 @@ def for_replica(settings: Settings, facts: Facts) -> Settings:
 def _launcher(settings: Settings, backend: Backend) -> Launcher:
     """Return the launcher of ranks 1 and up, by ``--distributed-executor-backend``."""
     if settings.distributed_executor_backend == "mp":
-        return Children(world_size(settings))
+        return Children(world_size(settings), settings.device)
     from preheat.parallel.ray_actors import RankActors
 
     return RankActors(world_size(settings), "CPU" if backend.facts.on_host else "GPU")

@@ -65,7 +65,6 @@ class Worker:
     def __init__(self, orders: Orders, rendezvous: Rendezvous, reporter: Reporter) -> None:
         settings = self._settings = orders.settings
         self._reporter, self._rank = reporter, rendezvous.rank
-        wake(settings.device, orders.device)
         self._backend: Backend = pick_backend(settings.device, orders.device)
         self._backend.prepare(settings, orders.mode, orders.cache)
         assert self._backend.sharing is not None  # the leader has checked it
@@ -229,10 +228,11 @@ def serve(worker: Worker, receiver: Receiver, reporter: Reporter) -> None:
             reporter.answer(answer)
 
 
-def run(rank: int, line: Connection, door: Door | None) -> None:
+def run(rank: int, line: Connection, door: Door | None, *, asleep: bool = False) -> None:
     """Be ``rank`` until this process ends.
 
-    ``line`` leads to the leader. There is a ``door`` if the ranks are on several nodes.
+    ``line`` leads to the leader. There is a ``door`` if the ranks are on several nodes. ``asleep``: nobody has woken
+    the rank's device.
     """
     try:
         orders: Orders = pickle.loads(line.recv_bytes())
@@ -246,6 +246,8 @@ def run(rank: int, line: Connection, door: Door | None) -> None:
         rendezvous = orders.site.rendezvous(rank, door, _nothing)
         if door is not None:
             door.close()
+        if asleep:
+            wake(orders.settings.device, orders.device)
         worker = Worker(orders, rendezvous, reporter)
         reporter.answer(worker.memory)
         serve(worker, receiver, reporter)

@@ -20,7 +20,7 @@ NO_MULTICAST = {"NCCL_NVLS_ENABLE": "0", "TORCH_SYMM_MEM_DISABLE_MULTICAST": "1"
 
 
 def wake_gpu(rank: int = 0) -> None:
-    """Begin to build the first GPU's context; a ``rank`` on another GPU leaves its own to torch.
+    """Begin to build the context of the GPU of ``rank``, the number of a visible GPU.
 
     A failure is left to torch: it will meet the same failure and name its cause. The environment also gets torch's
     BLAS library. torch reads this choice only before its import, and a later choice causes a warning.
@@ -35,8 +35,7 @@ def _wake(rank: int) -> None:
     if _driver() is not None:
         CREW.start_if_cold()
         ASKED.begin()
-        if not rank:
-            build_context()
+        build_context(rank)
 
 
 def rest() -> None:
@@ -53,14 +52,14 @@ def _driver() -> ctypes.CDLL | None:
         return None
 
 
-def build_context() -> bool:
-    """Build the context for torch, and wait for it; False where there is no GPU or no driver."""
+def build_context(number: int = 0) -> bool:
+    """Build the context of GPU ``number`` for torch, and wait for it; False without that GPU or a driver."""
     if (driver := _driver()) is None:
         return False
     device, context = ctypes.c_int(), ctypes.c_void_p()
     calls: list[tuple[str, tuple[object, ...]]] = [
         ("cuInit", (0,)),
-        ("cuDeviceGet", (ctypes.byref(device), 0)),
+        ("cuDeviceGet", (ctypes.byref(device), number)),
         ("cuDevicePrimaryCtxRetain", (ctypes.byref(context), device)),
     ]
     return all(getattr(driver, name)(*arguments) == 0 for name, arguments in calls)
