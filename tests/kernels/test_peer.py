@@ -18,8 +18,9 @@ from torch import Tensor
 from preheat.backends.base.layers import LayerContext
 from preheat.backends.cuda.matmul import layer as matmul_layer
 from preheat.backends.cuda.pointwise.norm import CudaNorm, QuantizedInput
+from preheat.backends.cuda.ranks import peer
 from preheat.backends.cuda.ranks.collective import RankSums, Room, landings
-from preheat.backends.cuda.ranks.peer import Launch, Peers, flags, run, slots
+from preheat.backends.cuda.ranks.peer import Launch, Peers, flags, joined_wrong, run, slots
 from preheat.backends.cuda.ranks.peer_kernels import EACH, GATHER, GONE, SHARES
 from preheat.backends.cuda.ranks.peer_landed import add_landed
 from preheat.backends.cuda.ranks.peer_norm import sum_and_norm
@@ -231,6 +232,23 @@ def test_a_sum_with_residual_and_norm_has_the_bits_of_three_launches(world, shar
         return same
 
     assert forked(world, body) == [True] * world
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_the_proof_at_boot_compares_sums_with_a_norm(monkeypatch, wrong):
+    """A control: the rank that adds a row forgets what the other one has sent."""
+    memory = rooms(2, stride=4096)
+    monkeypatch.setattr(peer, "EACH_MOST", 64)  # the second size is shared
+    if wrong:
+        monkeypatch.setattr(
+            peer, "sum_and_norm", lambda room, mine, *more, **how: sum_and_norm(room, 0 * mine, *more, **how)
+        )
+
+    def body(rank: int) -> list[int]:
+        peers = Peers(SimpleNamespace(rank=rank, world=2), memory[rank])  # type: ignore[arg-type]
+        return joined_wrong(peers, peers, torch.Generator().manual_seed(rank), size=16)
+
+    assert forked(2, body) == ([[48, 3200]] * 2 if wrong else [[], []])
 
 
 def test_counts_of_the_host_give_other_bits():

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Iterator, Mapping
 from functools import partial
-from typing import NamedTuple
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -294,7 +294,7 @@ def prove(peers: Peers, nccl: Nccl, device: torch.device, sizes: tuple[int, ...]
             differs += peers.gather(mine).view(torch.int32).ne(found.view(torch.int32)).sum()
         if int(nccl.gather(differs).sum()):
             wrong.append(size)
-    wrong += _landed_wrong(peers, nccl, random)
+    wrong += _landed_wrong(peers, nccl, random) + joined_wrong(peers, nccl, random)
     if wrong or peers.fault():
         raise PreheatError(
             f"The exchange over peer memory gives other bits than NCCL for {wrong} numbers of each rank "
@@ -308,6 +308,7 @@ def exchange_all(peers: Peers, device: torch.device, sizes: tuple[int, ...] = PR
         mine = torch.empty(1, size, device=device)
         peers.sum(mine, None, torch.bfloat16)
         add_ranks(peers.gather(mine), None, torch.bfloat16)
+    joined_wrong(peers, peers, torch.Generator(device))
 
 
 LANDED_ROWS = (1024, 1000)
@@ -329,5 +330,29 @@ def _landed_wrong(peers: Peers, nccl: Nccl, random: torch.Generator) -> list[int
                 to.copy_(mine[part])
             carrier.add(landing, None, found)
         if int(nccl.gather(found.view(torch.int16).ne(right.view(torch.int16)).sum()).sum()):
+            wrong.append(mine.numel())
+    return wrong
+
+
+JOINED_ROWS = (3, 200)
+"""Rows in the proof of sums with residual and norm: each rank adds all of them, or a share."""
+
+
+def joined_wrong(peers: Peers, nccl: RankSums, random: torch.Generator, size: int = 4096) -> list[int]:
+    """Return the numbers of ``JOINED_ROWS`` whose norms differ from NCCL, the tree and a norm on any rank."""
+    wrong, device = [], random.device
+    norm = CudaNorm(torch.ones(size, device=device, dtype=torch.bfloat16), 1e-5)
+    for rows in JOINED_ROWS:
+        joined = peers.joining(rows, size) or peers.sharing(size, torch.bfloat16)
+        assert joined is not None
+        mine = torch.empty(rows, size, device=device).normal_(generator=random).mul_(1e3)
+        residual = mine.to(torch.bfloat16)
+        right = residual.clone()
+        expected = norm.add(add_ranks(nccl.gather(mine), None, torch.bfloat16), right)
+        found = joined(mine, None, norm, residual, None)
+        assert isinstance(found, Tensor)
+        pairs = ((found, expected), (residual, right))
+        differs = sum(each.view(torch.int16).ne(other.view(torch.int16)).sum() for each, other in pairs)
+        if int(nccl.gather(cast(Tensor, differs)).sum()):
             wrong.append(mine.numel())
     return wrong
