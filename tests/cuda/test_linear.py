@@ -9,9 +9,10 @@ pytest.importorskip("triton")
 
 from preheat.backends.base.layers import LayerWeights
 from preheat.backends.cuda.backend import CudaBackend
-from preheat.backends.cuda.matmul.config import REFERENCE, Library, LinearShape, Tile
+from preheat.backends.cuda.device.detect import card_at
+from preheat.backends.cuda.matmul.config import REFERENCE, Library, LinearShape, Tile, reference
 from preheat.backends.cuda.matmul.hopper.large_m import fits
-from preheat.backends.cuda.matmul.kernels import WIDE, KernelConfigs, kernel_configs, rule
+from preheat.backends.cuda.matmul.kernels import WIDE, KernelConfigs, candidates, kernel_configs, rule
 from preheat.backends.cuda.matmul.layer import Layer
 from preheat.backends.cuda.matmul.linear import apply
 from preheat.backends.cuda.matmul.prove import compile_kernels, differing, fill, prove, settle
@@ -176,3 +177,17 @@ def operands(shape, rows):
     weight = torch.empty(shape.outputs, shape.inputs, device="cuda", dtype=shape.dtype)
     fill(x, weight, 0)
     return x, weight.mul_(0.02), torch.randn(shape.outputs, device="cuda").to(shape.dtype)
+
+
+@pytest.mark.parametrize("splits", [1, 2, 4])
+def test_sums_of_splits_have_the_bits_of_their_reference(splits):
+    """Every kernel of ours: one loop through all splits, a loop for each, and sums of two in Hopper's registers."""
+    shape = LinearShape(1152, splits * 1024, splits=splits)
+    tried = [
+        (rows, choice)
+        for rows in (1, 40, 200)
+        for choice in candidates(shape, rows, card=card_at())
+        if choice.kind != "library"
+    ]
+    compile_kernels([(shape, choice) for _, choice in tried] + [(shape, reference(shape))])
+    assert differing(shape, tried) == set()

@@ -28,11 +28,12 @@ from preheat.backends.cuda.matmul.config import (
     small_m_tile,
     wide_float8,
 )
-from preheat.backends.cuda.matmul.kernels import WIDE_FP8, KernelConfigs, candidates, rule
+from preheat.backends.cuda.matmul.kernels import KernelConfigs, candidates, rule
 from preheat.backends.cuda.matmul.layer import Layer
 from preheat.backends.cuda.matmul.linear import apply
 from preheat.backends.cuda.matmul.moe.experts import Apart, ExpertsLayer, experts_forward, with_biases
 from preheat.backends.cuda.matmul.prove import compile_kernels, differing, random_weight, settle
+from preheat.backends.cuda.matmul.rules import large_tiles
 from preheat.backends.cuda.matmul.weights import DeviceWeight, dequantized
 from preheat.backends.cuda.pointwise.norm import CudaNorm, QuantizedInput
 from preheat.backends.cuda.pointwise.quantize import quantize_rows
@@ -99,7 +100,7 @@ def test_float8_of_many_rows_on_hopper_has_the_bits_of_the_tiles(scheme, size, b
         pytest.skip("needs a Hopper GPU")
     shape = shape_of(scheme, *size)._replace(bias=bias)
     assert wide_float8(shape)
-    tried = [(rows, choice) for rows in ROWS for choice in WIDE_FP8]
+    tried = [(rows, choice) for rows in ROWS for choice in large_tiles(shape)]
     compile_kernels([(shape, choice) for _, choice in tried] + [(shape, reference(shape))])
     assert differing(shape, tried) == set()
 
@@ -259,12 +260,14 @@ def parts(weight, rows, columns):
 K_SPLITS = [FP8, STATIC, BLOCKS, *WHOLE]
 
 
+@pytest.mark.parametrize("splits", [2, 4])
 @pytest.mark.parametrize("scheme", K_SPLITS, ids=named)
-def test_k_splits_have_the_bits_of_their_reference(scheme):
-    """Nothing is rejected, so what was chosen first serves."""
-    shape, configs = LinearShape(1152, 4 * 512, scheme=scheme, splits=4), KernelConfigs()
+def test_k_splits_have_the_bits_of_their_reference(scheme, splits):
+    """Nothing is rejected, so what was chosen first serves: of two K splits in float8, Hopper's kernels."""
+    card = card_at()
+    shape, configs = LinearShape(1152, splits * 512, scheme=scheme, splits=splits), KernelConfigs(card=card)
     assert all(settle(configs, [(shape, ROWS)]).values())
-    assert [configs(shape, rows) for rows in ROWS] == [rule(shape, rows) for rows in ROWS]
+    assert [configs(shape, rows) for rows in ROWS] == [rule(shape, rows, card=card) for rows in ROWS]
 
 
 @pytest.mark.parametrize("scheme", K_SPLITS, ids=named)
