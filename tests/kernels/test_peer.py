@@ -26,6 +26,7 @@ from preheat.backends.cuda.ranks.peer_landed import add_landed
 from preheat.backends.cuda.ranks.peer_norm import sum_and_norm
 from preheat.ops.matmul import tree_sum
 from preheat.ops.proof import noise
+from preheat.ops.values import Routing
 from tests import layers
 from tests.kernels.backend import InterpretedCuda
 
@@ -372,5 +373,32 @@ def test_a_layer_of_two_ranks_joins_its_norm(monkeypatch, shares):
         assert torch.equal(peers.beside(x + rank, both.shape[1]), both) and peers.beside(x, 3) is None
         assert torch.equal(peers.gather(odd), torch.stack([odd - rank, odd - rank + 1])) and peers.fault() is None
         return torch.equal(stream, right)
+
+    assert forked(2, body) == [True, True]
+
+
+@pytest.mark.parametrize("tokens", [1, 33])
+def test_experts_of_two_ranks_join_their_norm(monkeypatch, tokens):
+    """The experts, residual and norm in the launch of the exchange have the bits of one rank; 33 rows are shared."""
+    monkeypatch.setattr(peer, "EACH_MOST", 32)
+    memory, experts, hidden, inner, routing = rooms(2, stride=4096), 8, 32, 64, Routing(2, True, False)
+    x, logits = noise(tokens, hidden).bfloat16(), noise(tokens, experts, seed=1).bfloat16()
+    gate_up = noise(experts, 2 * inner, hidden, seed=2).bfloat16()
+    down = noise(experts, hidden, inner, seed=3).bfloat16()
+    norm, residual = CudaNorm(noise(hidden, seed=4).bfloat16(), 1e-5), noise(tokens, hidden, seed=5).bfloat16()
+    context = LayerContext(RankSums())
+    alone = layers.experts(InterpretedCuda(), gate_up, down, routing, order=layers.splits(4), context=context)
+    assert alone.join(x, lambda _: logits, norm, residual, None) is None
+    right = residual.clone()
+    normed = norm.add(alone(x, logits), right)
+
+    def body(rank: int) -> bool:
+        peers = Peers(SimpleNamespace(rank=rank, world=2), memory[rank])  # type: ignore[arg-type]
+        gates = gate_up.view(experts, 2, inner, hidden).chunk(2, 2)[rank].reshape(experts, -1, hidden)
+        part, order = down.chunk(2, 2)[rank].contiguous(), layers.splits(2, rank)
+        mine = layers.experts(InterpretedCuda(), gates, part, routing, order=order, context=LayerContext(peers))
+        stream = residual.clone()
+        assert torch.equal(mine.join(x, lambda _: logits, norm, stream, None), normed) and not mine.has_slots
+        return torch.equal(stream, right) and torch.equal(mine(x, logits), alone(x, logits))
 
     assert forked(2, body) == [True, True]

@@ -447,6 +447,18 @@ def test_the_tuner_tries_kernels_that_end_at_each_split(inputs, splits, scheme, 
         assert (Library() in tried) == (splits == 4 or rows < 2048)
 
 
+@given(
+    st.sampled_from([8, 64, 128]), st.sampled_from([8, 32, 96, 192, 256, 384, 720]), st.sampled_from([1, 2, 4]),
+    st.sampled_from([1, 8, 256, 8192]), st.sampled_from(list(CARDS.values())),
+)  # fmt: skip
+def test_tiles_of_experts_that_ranks_share_end_at_a_split(experts, size, splits, tokens, card):
+    """The copy engine would read the inputs of the next split, too."""
+    shape = ExpertsShape(experts, 2048, splits * size, 8, torch.bfloat16, splits=splits)
+    assert shape.down.inputs == size and shape.gate_up.outputs == 2 * splits * size
+    down = experts_rule(shape, tokens, card=card).down
+    assert down.kind == "wide" or not down.bulk or size % down.inputs == 0
+
+
 @pytest.mark.parametrize("name", ["gpt-oss-20b", "qwen3-30b-a3b"])
 def test_experts_are_timed_with_their_biases_and_activation(name, tmp_path, monkeypatch):
     """The tuner runs the launches of the model's experts: a bias of each layer, and the activation of the first."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.nn.functional as F
@@ -194,26 +194,34 @@ class MoeMlp:
             return routed
         return self.shared(plain_rows(x), routed)
 
+    def join(self, x: Tensor, norm: Norm, residual: Tensor, how: FusedInput | None) -> Tensor | None:
+        """See :func:`joined`: for experts with nothing beside them, whose outputs are sums over ranks."""
+        join = getattr(self.experts, "join", None)
+        if join is None or self.shared is not None or self.beside is not None:
+            return None
+        return cast("Tensor | None", join(x, self.router, norm, residual, how))
+
     def close(self, x: Tensor | BesideInputs, residual: Tensor, steps: Closing) -> Tensor | None:
         """Run the block and its last ``steps``; return the norm of the stream, or None where that takes more launches.
 
         ``steps`` have one norm, and nothing beside the block.
         """
-        close, unsummed = _close_of(steps.norms[0]), getattr(self.experts, "unsummed", None)
-        if close is None or unsummed is None or (self.shared is not None and self.shared.gate is not None):
+        close, experts = _close_of(steps.norms[0]), cast(Any, self.experts)
+        gated = self.shared is not None and self.shared.gate is not None
+        if close is None or gated or not getattr(experts, "has_slots", False):
             return None
         own = self.beside
         if own is not None and self.shared is not None:
             given = self._inputs(own, x)
             shared, logits = self.shared.block(given.shared), self.router(given.router)
             steps = steps._replace(first=own.experts_out, beside=shared, beside_norm=own.shared_out)
-            rows = unsummed(given.experts, logits)
+            rows = experts.unsummed(given.experts, logits)
         else:
             assert not isinstance(x, BesideInputs)
             if self.shared is not None:
                 steps = steps._replace(beside=self.shared.block(plain_rows(x)))
-            rows = unsummed(x, self.router(x))
-        return None if rows is None else close(rows, residual, steps)[0]
+            rows = experts.unsummed(x, self.router(x))
+        return close(rows, residual, steps)[0]
 
     @staticmethod
     def _inputs(own: Beside, x: Tensor | BesideInputs) -> BesideInputs:

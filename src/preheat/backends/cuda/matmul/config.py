@@ -45,7 +45,11 @@ class LinearShape(NamedTuple):
 
 
 class ExpertsShape(NamedTuple):
-    """Everything about experts that the choice of their kernels depends on, besides the number of tokens."""
+    """Everything about experts that the choice of their kernels depends on, besides the number of tokens.
+
+    ``splits``: into how many splits the ``inner`` numbers of this rank are cut, so that ranks may share the sums; 0:
+    they are not cut.
+    """
 
     num_experts: int
     hidden: int
@@ -53,6 +57,7 @@ class ExpertsShape(NamedTuple):
     top_k: int
     dtype: torch.dtype
     scheme: Scheme | None = None
+    splits: int = 0
 
     @property
     def gate_up(self) -> LinearShape:
@@ -61,8 +66,8 @@ class ExpertsShape(NamedTuple):
 
     @property
     def down(self) -> LinearShape:
-        """The second layer of one expert."""
-        return LinearShape(self.hidden, self.inner, False, self.dtype, scheme=self.scheme)
+        """The second layer of one expert, or of one of its splits."""
+        return LinearShape(self.hidden, self.inner // max(self.splits, 1), False, self.dtype, scheme=self.scheme)
 
 
 class Tile(msgspec.Struct, frozen=True, omit_defaults=True):
@@ -203,10 +208,14 @@ def shape_of(value: Matmul, *, hopper: bool = False) -> LinearShape:
 
 
 def experts_shape_of(value: Experts) -> ExpertsShape:
-    """Return the shape of experts."""
-    down = value.down
-    dtype = getattr(torch, down.weight.dtype)
-    return ExpertsShape(down.groups.experts, down.outputs, down.inputs, down.groups.top_k, dtype, down.weight.scheme)
+    """Return the shape of experts.
+
+    Tiles of codes end at a split by themselves.
+    """
+    down, scheme = value.down, value.down.weight.scheme
+    dtype, splits = getattr(torch, down.weight.dtype), down.order.own_k_splits if down.order.is_split else 0
+    sizes = down.groups.experts, down.outputs, down.inputs, down.groups.top_k
+    return ExpertsShape(*sizes, dtype, scheme, 0 if scheme else splits)
 
 
 def fits_wide(shape: LinearShape) -> bool:

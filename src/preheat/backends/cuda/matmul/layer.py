@@ -223,7 +223,8 @@ class Layer:
             for landing in self._sent(x, carrier, landings):
                 carrier.norm(landing, self._bias, norm, residual, to, how)
             return cast(Tensor, to)
-        joined = joined or self._ranks.sharing(residual.shape[1], residual.dtype)
+        rows, size = residual.shape
+        joined = joined or self._ranks.sharing(rows, size, residual.dtype)
         if joined is None:
             return None
         mine = self.partial(x, x.new_empty(residual.shape, dtype=torch.float32))

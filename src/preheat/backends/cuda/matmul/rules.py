@@ -276,11 +276,27 @@ def split_tile(shape: LinearShape, rows: int) -> Tile:
 def experts_rule(shape: ExpertsShape, tokens: int, *, card: Card = PORTABLE) -> ExpertsConfig:
     """Guess the kernels for experts and a number of tokens that are in no table."""
     guess = _guess(shape, tokens, hopper=card.is_hopper)
+    if shape.splits:
+        guess = guess._replace(down=ending_at_splits(guess.down, shape))
     aligned = guess._replace(
         gate_up=without_unaligned_copies(guess.gate_up, shape.gate_up),
         down=without_unaligned_copies(guess.down, shape.down),
     )
     return fitted_experts(aligned, shape, card)
+
+
+def ending_at_splits(choice: Tile | Wide | Expanded, shape: ExpertsShape) -> Tile | Wide | Expanded:
+    """Return the kernel of the second layer with tiles that end where a split does: the copy engine cannot stop inside.
+
+    Hopper's kernel for many rows gets the numbers of one split.
+    """
+    if choice.kind != "tile":
+        return choice
+    depth = choice.inputs
+    while shape.down.inputs % depth and depth > 16:
+        depth //= 2
+    bulk = choice.bulk and shape.down.inputs % depth == 0
+    return replace(choice, inputs=depth if bulk else choice.inputs, bulk=bulk)
 
 
 def _guess(shape: ExpertsShape, tokens: int, *, hopper: bool) -> ExpertsConfig:
@@ -298,7 +314,7 @@ def _guess(shape: ExpertsShape, tokens: int, *, hopper: bool) -> ExpertsConfig:
         return ExpertsConfig(1 if alone else PLAIN[shape.dtype].block, *PLAIN[shape.dtype][1:])
     mean = slots / shape.num_experts
     if alone:  # a tile that ends inside of a row is loaded with a mask
-        down = Tile(128, 16, 128 if shape.inner % 128 == 0 else 64, 4, 4, True)
+        down = Tile(128, 16, 128 if shape.down.inputs % 128 == 0 else 64, 4, 4, True)
         return ExpertsConfig(1, Tile(128, 16, 64, 4, 6, True), down)
     if mean <= 12:
         return ExpertsConfig(16, Tile(64, 16, 128, 4, 3, True), Tile(128, 16, 128, 4, 3, True))

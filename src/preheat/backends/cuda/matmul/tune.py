@@ -36,7 +36,8 @@ def tune_layers(request: TuneRequest, device: torch.device) -> str:
     name = torch.cuda.get_device_name(device)
     path = _path(request, name)
     layers = list(dict.fromkeys(shape_of(layer, hopper=is_hopper()) for layer in request.layers))
-    kinds = dict.fromkeys((experts_shape_of(value), value.gate_up.finish) for value in request.experts)
+    shapes = ((experts_shape_of(value), value.gate_up.finish) for value in request.experts)
+    kinds = dict.fromkeys(each for each in shapes if not each[0].splits)  # tables know experts that no ranks share
     share = request.seconds / (len(layers) + 1 + len(kinds))
     found, experts = _measure(request, layers, share), _measure_experts(request, kinds, share)
     if not found and not experts:

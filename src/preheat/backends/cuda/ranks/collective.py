@@ -216,7 +216,7 @@ class RankSums:
         """Return how a sum of few ``rows`` is added to the residual and normed in one launch, if it can be."""
         return None
 
-    def sharing(self, size: int, dtype: torch.dtype) -> SumAndNorm | None:
+    def sharing(self, rows: int, size: int, dtype: torch.dtype) -> SumAndNorm | None:
         """Return how each rank adds a share of more rows than :meth:`joining` takes, in one launch, if it can be.
 
         Rows of ``dtype`` have ``size`` numbers.

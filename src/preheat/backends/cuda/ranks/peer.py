@@ -55,6 +55,10 @@ EACH_MOST = 1 << 19
 """Most numbers that every rank adds by itself, times the other ranks; of more, each rank adds a share."""
 
 
+SHARES_MOST = 1 << 21
+"""Most numbers of which a rank adds a share with residual and norm: a program sends one row at a time."""
+
+
 LANDED = 1 << 24
 """Sums that a rank has room for from each rank, see :class:`preheat.backends.cuda.ranks.collective.Landing`: 64 MiB."""
 
@@ -184,8 +188,8 @@ class Peers(RankSums):
         few = rows * size * (self.world - 1) <= EACH_MOST
         return partial(sum_and_norm, self._rooms[torch.float32]) if few and next_power_of_2(size) <= STRIDE else None
 
-    def sharing(self, size: int, dtype: torch.dtype) -> SumAndNorm | None:
-        fits = next_power_of_2(size) <= STRIDE
+    def sharing(self, rows: int, size: int, dtype: torch.dtype) -> SumAndNorm | None:
+        fits = next_power_of_2(size) <= STRIDE and rows * size <= SHARES_MOST
         return partial(sum_and_norm, self._rooms[dtype], shares=True) if fits else None
 
     def gather(self, x: Tensor) -> Tensor:
@@ -343,7 +347,7 @@ def joined_wrong(peers: Peers, nccl: RankSums, random: torch.Generator, size: in
     wrong, device = [], random.device
     norm = CudaNorm(torch.ones(size, device=device, dtype=torch.bfloat16), 1e-5)
     for rows in JOINED_ROWS:
-        joined = peers.joining(rows, size) or peers.sharing(size, torch.bfloat16)
+        joined = peers.joining(rows, size) or peers.sharing(rows, size, torch.bfloat16)
         assert joined is not None
         mine = torch.empty(rows, size, device=device).normal_(generator=random).mul_(1e3)
         residual = mine.to(torch.bfloat16)

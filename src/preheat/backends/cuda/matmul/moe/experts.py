@@ -17,7 +17,7 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-from preheat.backends.base.layers import ALONE, ExpertsWeights, LayerContext
+from preheat.backends.base.layers import ALONE, ExpertsWeights, FusedInput, LayerContext, Norm
 from preheat.backends.cuda.matmul.config import Expanded, ExpertsConfig, Tile, Wide, experts_shape_of
 from preheat.backends.cuda.matmul.gemm import Gated, experts_product, experts_splits
 from preheat.backends.cuda.matmul.hopper.large_m import wide
@@ -36,7 +36,7 @@ from preheat.backends.cuda.matmul.lora.routed import (
 )
 from preheat.backends.cuda.matmul.lora.slots import Factors
 from preheat.backends.cuda.matmul.moe.route import Arrangement, Scales, arrange, by_slots, combine, spread
-from preheat.backends.cuda.matmul.weights import DeviceWeight, PlainWeight, Weight
+from preheat.backends.cuda.matmul.weights import PlainWeight, Weight
 from preheat.backends.cuda.pointwise.activation import activate, silu_and_mul
 from preheat.backends.cuda.pointwise.closing import Unsummed
 from preheat.backends.cuda.pointwise.elementwise import FUSED
@@ -49,7 +49,7 @@ from preheat.ops.quantization import QuantizedRows, plain_rows
 from preheat.ops.values import ONE_SUM, Experts, Routing
 
 _TILES = ExpertsConfig(64, Tile(128, 64, 64, 4, 4, True), Tile(128, 64, 64, 4, 3, True))
-"""Tiles in place of the kernel for many rows, for experts that ranks share: that kernel writes no fp32."""
+"""Tiles in place of the kernel for many rows, for experts with biases, and for terms of experts that ranks share."""
 
 Inner = Callable[[Tile, Arrangement], Iterator[Tensor]]
 """Function that yields the activations [arranged rows, inner numbers of a split] of each split, by a kernel's tile."""
@@ -160,9 +160,9 @@ class ExpertsLayer:
     """The routed experts of ``value``; ``configs`` choose the kernels for a number of tokens.
 
     Ranks may share the inner numbers. Then a token's experts are added in slot order inside of each split, in fp32; the
-    splits are added in their tree, then the ranks. Plain weights are cut: each split has a part of every expert's inner
-    numbers, their rows of gate and up and their columns of down. Of quantized experts only the columns of down are cut:
-    the gates and ups of a rank are one product, because a row has one scale for all its inner numbers.
+    splits are added in their tree, then the ranks. The gates and ups of a rank are one product, and the splits of down
+    are the columns of one launch. For terms, plain weights are cut: each split has a part of every expert's inner
+    numbers, their rows of gate and up and their columns of down.
 
     Or ranks have whole experts. Then each rank computes the slots of its own experts, gives them to all ranks, and adds
     a token's experts in slot order: the bits of experts that no ranks share.
@@ -186,9 +186,9 @@ class ExpertsLayer:
         if biases[0] is not None or activation != "silu_and_mul":
             self._between = Apart(biases[0], biases[1], activation)
         self._gate_up, self._down, spare = [gate_up], [down], 0
-        if self._split and gate_up.form == "plain" and down.form == "plain":
+        if self._split and gate_up.form == "plain" and down.form == "plain" and value.down.terms:
             spare, experts = 1, len(gate_up)
-            self.shape = self.shape._replace(inner=down.shape[2] // order.own_k_splits)
+            self.shape = self.shape._replace(inner=down.shape[2] // order.own_k_splits, splits=0)
             halves = gate_up.tensor.view(experts, 2, -1, gate_up.shape[2]).chunk(order.own_k_splits, 2)
             self._gate_up = [PlainWeight(half.reshape(experts, -1, gate_up.shape[2]).contiguous()) for half in halves]
             self._down = [PlainWeight(part.contiguous()) for part in down.tensor.chunk(order.own_k_splits, 2)]
@@ -236,6 +236,23 @@ class ExpertsLayer:
             return partial.to(self.shape.dtype)
         return self._ranks.sum(partial, None, self.shape.dtype)
 
+    def join(
+        self, x: Rows, router: Callable[[Rows], Tensor], norm: Norm, residual: Tensor, how: FusedInput | None
+    ) -> Tensor | QuantizedRows | None:
+        """See :data:`preheat.backends.base.layers.Join`; only for experts that ranks share, in a step without terms.
+
+        ``router`` returns the logits of ``x``.
+        """
+        shared = self._split and self._own is None and self._ranks.world > 1
+        if not shared or (self.slots is not None and self._rows.blocks is not None):
+            return None
+        rows, size = residual.shape
+        joined = self._ranks.joining(rows, size) or self._ranks.sharing(rows, size, residual.dtype)
+        if joined is None:
+            return None
+        config = self.configs.experts(self.shape, len(x))
+        return joined(self._partial(config, x, router(x), self._ranks), None, norm, residual, how)
+
     def local(self, config: ExpertsConfig, x: Rows, logits: Tensor, *, apart: bool = False) -> Tensor:
         """Return the outputs [tokens, hidden] of this rank alone by the kernels of ``config``.
 
@@ -256,13 +273,13 @@ class ExpertsLayer:
         with self._counting():
             return combine(*self._rows_of(config, x, logits, self._added if apart else None))
 
-    def unsummed(self, x: Rows, logits: Tensor) -> Unsummed | None:
-        """Return the rows of all slots; see :data:`preheat.backends.base.layers.Close`.
+    @property
+    def has_slots(self) -> bool:
+        """Whether :meth:`unsummed` has rows of all slots: not of experts on several ranks, nor in a step with terms."""
+        return self._own is None and not self._split and (self.slots is None or self._rows.blocks is None)
 
-        None where ranks share the experts, and in a step with terms.
-        """
-        if self._own is not None or self._split or (self.slots is not None and self._rows.blocks is not None):
-            return None
+    def unsummed(self, x: Rows, logits: Tensor) -> Unsummed:
+        """Return the rows of all slots; see :data:`preheat.backends.base.layers.Close`."""
         with self._counting():
             return self._rows_of(self.configs.experts(self.shape, len(x)), x, logits, None)
 
@@ -311,12 +328,11 @@ class ExpertsLayer:
 
     def _partial(self, config: ExpertsConfig, x: Rows, logits: Tensor, ranks: RankSums) -> Tensor:
         """Return this rank's share of the sum: fp32 [tokens, hidden]."""
-        if self._down[0].form != "plain":
+        if len(self._down) == 1:
             with self._counting():
                 arrangement = self._arranged(config, logits)
                 inner = experts_layer(config.gate_up, x, self._gate_up[0], arrangement, gated=True)
-                splits = self._splits(config.down, inner, self._down[0], arrangement, ranks)
-                return tree_sum([combine(split, arrangement) for split in splits.unbind()])
+                return combine(self._splits(config.down, inner, self._down[0], arrangement, ranks), arrangement)
 
         def inner_of(tile: Tile, arrangement: Arrangement) -> Iterator[Tensor]:
             return (experts_product(tile, x, gate_up, arrangement, gated=True) for gate_up in self._gate_up)
@@ -357,15 +373,15 @@ class ExpertsLayer:
         return tree_sum(sums)
 
     def _splits(
-        self, choice: Tile | Wide | Expanded, inner: Tensor, down: DeviceWeight, arrangement: Arrangement,
-        ranks: RankSums,
-    ) -> Tensor:  # fmt: skip
-        """Return each split of ``inner`` times quantized ``down``: fp32 [splits, arranged rows, hidden]."""
+        self, choice: Tile | Wide | Expanded, inner: Tensor, down: Weight, arrangement: Arrangement, ranks: RankSums
+    ) -> Tensor:
+        """Return each split of ``inner`` times ``down``: fp32 [splits, arranged rows, hidden]."""
         if choice.kind == "expanded":
             assert choice.choice.kind == "tile"
             return _plain_splits(choice.choice, inner, down.plain(), down.splits, arrangement)
-        assert choice.kind == "tile"
-        if down.scheme.activations != "token" or ranks.world == 1:
+        if choice.kind == "wide":
+            return _wide_splits(choice, inner, down, arrangement)
+        if down.form == "plain" or down.scheme.activations != "token" or ranks.world == 1:
             return experts_splits(choice, inner, down, arrangement)
         places = None if arrangement.block == 1 else arrangement.places
         return experts_splits(choice, quantize_parts(inner, ranks, places), down, arrangement)
@@ -381,6 +397,14 @@ class ExpertsLayer:
         except BaseException:
             self._counts.zero_()
             raise
+
+
+def _wide_splits(choice: Wide, inner: Tensor, down: Weight, arrangement: Arrangement) -> Tensor:
+    """Return the splits of plain ``down`` by Hopper's kernel for many rows, in a launch for each split."""
+    y = down.room(down.splits, arrangement.rows, down.shape[1], dtype=torch.float32)
+    for x, part, to in zip(inner.chunk(down.splits, 1), down.plain().chunk(down.splits, 2), y, strict=True):
+        wide(choice, x, PlainWeight(part), None, False, to, arrangement.experts, arrangement.starts)
+    return y
 
 
 def _plain_splits(tile: Tile, inner: Tensor, down: Tensor, splits: int, arrangement: Arrangement) -> Tensor:

@@ -265,17 +265,11 @@ def by_slots(rows: Tensor, arrangement: Arrangement) -> Tensor:
 
 
 @triton.jit
-def _combine(
-    rows, places, weights, counts, out, size, K: tl.constexpr, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr,
-    WIDTH: tl.constexpr, arranged: tl.constexpr, dealt: tl.constexpr, EACH: tl.constexpr, overlap: tl.constexpr,
+def _weighted(
+    rows, places, weights, token, at, size, K: tl.constexpr, COLUMNS: tl.constexpr, arranged: tl.constexpr,
+    dealt: tl.constexpr, EACH: tl.constexpr,
 ):  # fmt: skip
-    """Add up one token and ``COLUMNS`` columns a program.
-
-    ``dealt``: ``places`` are the chosen experts, and rows of all slots come from each rank, of ``EACH`` experts.
-    """
-    begin(overlap)
-    token = tl.program_id(0).to(tl.int64)
-    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    """Return the sum of a token's rows in slot order, see :func:`_combine`."""
     inside = at < size
     total = tl.zeros([COLUMNS], tl.float32)
     for slot in tl.static_range(K):
@@ -287,7 +281,32 @@ def _combine(
             place = tl.load(places + place).to(tl.int64)
         product = tl.load(rows + place * size + at, mask=inside, other=0.0).to(tl.float32) * weight
         total = product if slot == 0 else total + product
-    tl.store(out + token * size + at, total.to(out.dtype.element_ty), mask=inside)
+    return total
+
+
+@triton.jit
+def _combine(
+    rows, places, weights, counts, out, size, apart, K: tl.constexpr, COLUMNS: tl.constexpr, EXPERTS: tl.constexpr,
+    WIDTH: tl.constexpr, SPLITS: tl.constexpr, arranged: tl.constexpr, dealt: tl.constexpr, EACH: tl.constexpr,
+    overlap: tl.constexpr,
+):  # fmt: skip
+    """Add up one token and ``COLUMNS`` columns a program.
+
+    ``dealt``: ``places`` are the chosen experts, and rows of all slots come from each rank, of ``EACH`` experts. The
+    rows of ``SPLITS`` lie ``apart`` numbers behind each other; their sums are added in a tree.
+    """
+    begin(overlap)
+    token = tl.program_id(0).to(tl.int64)
+    at = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
+    apart = tl.cast(apart, tl.int64)
+    total = _weighted(rows, places, weights, token, at, size, K, COLUMNS, arranged, dealt, EACH)
+    if SPLITS >= 2:
+        total += _weighted(rows + apart, places, weights, token, at, size, K, COLUMNS, arranged, dealt, EACH)
+    if SPLITS == 4:
+        right = _weighted(rows + 2 * apart, places, weights, token, at, size, K, COLUMNS, arranged, dealt, EACH)
+        right += _weighted(rows + 3 * apart, places, weights, token, at, size, K, COLUMNS, arranged, dealt, EACH)
+        total += right
+    tl.store(out + token * size + at, total.to(out.dtype.element_ty), mask=at < size)
     if arranged and tl.program_id(0) + tl.program_id(1) == 0:
         experts = tl.arange(0, WIDTH)
         tl.store(counts + experts, tl.zeros([WIDTH], tl.int32), mask=experts < EXPERTS)
@@ -297,15 +316,18 @@ def combine(rows: Tensor, arrangement: Arrangement) -> Tensor:
     """Return the weighted sum [tokens, size] of the experts' ``rows``, in slot order.
 
     ``rows`` are [arranged rows, size]. Of experts that are dealt to ranks they are [ranks, slots, size], as
-    :func:`by_slots` gives them: each slot counts from the rank that has its expert.
+    :func:`by_slots` gives them: each slot counts from the rank that has its expert. Of 1, 2 or 4 splits they are fp32
+    [splits, arranged rows, size], and the sums of the splits are added in their tree (:mod:`preheat.ops.matmul`).
     """
     tokens, size, dealt = len(arrangement.weights), rows.shape[-1], arrangement.own is not None
+    splits = len(rows) if rows.ndim == 3 and not dealt else 1
     out = rows.new_empty(tokens, size)
     columns, experts = min(1024, next_power_of_2(size)), len(arrangement.counts)
     _combine[(tokens, cdiv(size, columns))](
         rows, arrangement.chosen if dealt else arrangement.places, arrangement.weights, arrangement.counts, out, size,
-        K=arrangement.top_k, COLUMNS=columns, EXPERTS=experts, WIDTH=next_power_of_2(experts),
-        arranged=arrangement.block > 1, dealt=dealt, EACH=experts // len(rows) if dealt else 0,
+        rows.stride(0) if splits > 1 else 0, K=arrangement.top_k, COLUMNS=columns, EXPERTS=experts,
+        WIDTH=next_power_of_2(experts), SPLITS=splits, arranged=arrangement.block > 1, dealt=dealt,
+        EACH=experts // len(rows) if dealt else 0,
         enable_fp_fusion=False, **options(num_warps=4, num_stages=1),
     )  # fmt: skip
     return out
