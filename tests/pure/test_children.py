@@ -23,7 +23,7 @@ from tests.meta.source import MODULES, ROOT, name_of
 
 
 def open_commands(source: str) -> Iterator[list[str]]:
-    """Yield the words of commands of Python that also import from the folder of work."""
+    """Yield the words of commands of Python that also import from the folder of work, in place of `python_command`."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.List) and node.elts and ast.unparse(node.elts[0]) == "sys.executable":
             words = [str(word.value) for word in node.elts if isinstance(word, ast.Constant)]

@@ -13,7 +13,6 @@ import logging
 import pickle
 import signal
 import subprocess
-import sys
 import threading
 import time
 import weakref
@@ -35,7 +34,7 @@ from preheat.parallel.sites import Memory, Network, Site
 from preheat.parallel.wire import Address, Door, hang_up
 from preheat.parallel.world import world_size
 from preheat.settings import Settings
-from preheat.utils.children import child_environment
+from preheat.utils.children import child_environment, python_command
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +129,7 @@ class Children:
 def _child(rank: int, device: str) -> Started:
     ours, theirs = Pipe()
     child = Child(
-        [sys.executable, "-P", "-m", "preheat.parallel.rank", str(rank), str(theirs.fileno()), device],
+        python_command("preheat.parallel.rank", rank, theirs.fileno(), device),
         env=child_environment(),
         stdin=subprocess.DEVNULL,
         pass_fds=[theirs.fileno()],

@@ -1,4 +1,4 @@
-"""The environment of Python processes that this one starts."""
+"""Commands and environment of Python processes that this one starts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,16 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 NOTHING: Mapping[str, str] = MappingProxyType({})
+
+
+def python_command(module: str, *words: object, warns: bool = True) -> list[str]:
+    """Return the command of a Python process that runs ``module`` with ``words``.
+
+    It imports nothing from the folder where it starts, unless its environment names the folder. Without ``warns`` it
+    prints no warnings of Python.
+    """
+    quiet = () if warns else ("-W", "ignore")
+    return [sys.executable, "-P", *quiet, "-m", module, *map(str, words)]
 
 
 def child_environment(more: Mapping[str, str] = NOTHING) -> dict[str, str]:

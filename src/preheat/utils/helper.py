@@ -25,7 +25,7 @@ from pathlib import Path
 from queue import LifoQueue
 from typing import Literal
 
-from preheat.utils.children import child_environment
+from preheat.utils.children import child_environment, python_command
 
 Work = Callable[[bytes], bytes]
 """A function that does a job: from bytes to bytes."""
@@ -103,7 +103,7 @@ class Helper:
         kind = self._kind
         words = [kind.entry, str(theirs.fileno()), str(kind.cpu_seconds), str(kind.memory)]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-W", "ignore", "-m", "preheat.utils.helper", *words],
+            python_command("preheat.utils.helper", *words, warns=False),
             stdin=subprocess.PIPE,  # closes with this process; the child notices
             pass_fds=[theirs.fileno()],
             start_new_session=True,  # Ctrl-C does not reach it

@@ -22,7 +22,7 @@ import msgspec
 from preheat.core import Drain
 from preheat.settings import Settings
 from preheat.transport import FrontendTransport, announce_leaving, remove_sockets
-from preheat.utils.children import child_environment
+from preheat.utils.children import child_environment, python_command
 from preheat.utils.lifeline import Lifeline
 
 ENGINE = "preheat.startup:run_engine"
@@ -34,7 +34,7 @@ _STOP_SECONDS = 5.0
 
 def _start(arguments: list[str], environment: dict[str, str]) -> subprocess.Popen[bytes]:
     """Start a child that runs :func:`main`."""
-    command = [sys.executable, "-P", "-m", "preheat.server.replicas.process", *arguments]
+    command = python_command("preheat.server.replicas.process", *arguments)
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True, env=environment)
 
 

@@ -23,7 +23,7 @@ import llvmlite.binding as llvm
 from preheat.backends.cpu.llvm import targets
 from preheat.backends.cpu.llvm.targets import Target, version
 from preheat.errors import PreheatError
-from preheat.utils.children import child_environment
+from preheat.utils.children import child_environment, python_command
 from preheat.utils.files import read_file, why_unread, write_whole
 
 logger = logging.getLogger(__name__)
@@ -144,7 +144,7 @@ def _in_child(source: str, target: Target) -> bytes:
     global compilations  # noqa: PLW0603 - the counter of cold events, which lives as long as the process
     with _COUNTING:
         compilations += 1
-    command = [sys.executable, "-P", "-m", "preheat.backends.cpu.llvm.compiler", *target]
+    command = python_command("preheat.backends.cpu.llvm.compiler", *target)
     environment = child_environment()
     try:
         done = subprocess.run(

@@ -11,7 +11,6 @@ from __future__ import annotations
 import logging
 import os
 import subprocess
-import sys
 import threading
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -19,7 +18,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 from queue import SimpleQueue
 
-from preheat.utils.children import child_environment
+from preheat.utils.children import child_environment, python_command
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +38,7 @@ class Builders:
         ours, theirs = zip(*(Pipe() for _ in range(count)), strict=True)
         numbers = [each.fileno() for each in theirs]
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-W", "ignore", "-m", "preheat.backends.cuda.device.builder", *map(str, numbers)],
+            python_command("preheat.backends.cuda.device.builder", *numbers, warns=False),
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             pass_fds=numbers,

@@ -14,7 +14,7 @@ import threading
 from contextlib import suppress
 from typing import NamedTuple
 
-from preheat.utils.children import child_environment
+from preheat.utils.children import child_environment, python_command
 
 LONGEST = 10.0
 """Seconds after which this process computes the key itself: a process needs about one."""
@@ -39,7 +39,7 @@ class Asked:
         """Start the process, unless it was started. Without processes to be had, do nothing."""
         with self._lock, suppress(OSError):
             self._process = self._process or subprocess.Popen(
-                [sys.executable, "-P", "-W", "ignore", "-m", __name__],
+                python_command(__name__, warns=False),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
