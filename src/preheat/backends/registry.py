@@ -57,9 +57,10 @@ def wake(device: str, rank: int = 0) -> None:
 
 
 def preload(device: str) -> None:
-    """Import the modules of the backend for ``device``, where :func:`pick_backend` will pick no other."""
+    """Import the modules of a rank's backend for ``device``, where :func:`pick_backend` will pick no other."""
     if device == CUDA.name:
-        import preheat.backends.cuda.backend  # noqa: F401
+        import preheat.backends.cuda.backend
+        import preheat.backends.cuda.ranks.peer  # noqa: F401
 
 
 def rest(device: str) -> None:

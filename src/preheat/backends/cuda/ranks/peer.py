@@ -14,6 +14,7 @@ from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
+import torch.distributed._symmetric_memory as symmetric
 from torch import Tensor
 
 from preheat.backends.base.layers import FusedInput, Norm
@@ -250,8 +251,6 @@ def meet(nccl: Nccl, device: torch.device) -> RankSums:
 
 def room_of(nccl: Nccl, device: torch.device) -> tuple[Room, object]:
     """Return memory that all ranks of ``nccl`` map, and its owner."""
-    import torch.distributed._symmetric_memory as symmetric
-
     world, group = nccl.world, dist.distributed_c10d._get_default_group().group_name
     numbers, counts = slots(world), flags(world)
     first = 2 * numbers + 2 * counts

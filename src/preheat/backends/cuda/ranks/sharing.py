@@ -27,9 +27,9 @@ class CudaSharing:
             return RankSums()
         joined = self._joined
         if joined is None:
+            meet = self._over_memory() if isinstance(rendezvous, OneNode) and not self.by_nccl else None
             nccl = Nccl(self._device, rendezvous, check)
-            by_memory = isinstance(rendezvous, OneNode) and not self.by_nccl
-            joined = self._joined = self._meet(nccl) if by_memory else nccl
+            joined = self._joined = nccl if meet is None else meet(nccl, self._device)
         if (joined.rank, joined.world) != (rendezvous.rank, rendezvous.world):
             raise SettingsError(
                 "a GPU is in one group of ranks so far: set --pipeline-parallel-size to 2 or 1",
@@ -37,8 +37,9 @@ class CudaSharing:
             )
         return joined
 
-    def _meet(self, nccl: Nccl) -> RankSums:
-        """Import the kernels of peers: a GPU alone has none."""
+    @staticmethod
+    def _over_memory() -> Callable[[Nccl, torch.device], RankSums]:
+        """Import the kernels of peers while the other ranks are on their way; a GPU alone has none."""
         from preheat.backends.cuda.ranks.peer import meet
 
-        return meet(nccl, self._device)
+        return meet
