@@ -25,6 +25,7 @@ from preheat.backends.cuda.attention import hopper as attention_hopper
 from preheat.backends.cuda.attention import hopper_decode as attention_hopper_decode
 from preheat.backends.cuda.attention import paged as paged_attention
 from preheat.backends.cuda.attention.paged import _decode, _prefill
+from preheat.backends.cuda.device.card import CARDS
 from preheat.backends.cuda.device.hopper import descriptor
 from preheat.backends.cuda.device.launch import widened
 from preheat.backends.cuda.matmul import products
@@ -522,6 +523,24 @@ def test_float8_of_many_rows_sums_128_products_from_zero(outputs, stages, gated,
     # two groups, two halves of the outputs, four times 32 inputs
     assert ptx.count("wgmma.mma_async") == 16 * splits
     assert "fma.rn.f32" not in ptx.partition("wgmma.mma_async")[2].rpartition("wgmma.wait_group")[0]
+
+
+def test_a_split_of_experts_is_a_part_of_each_row_of_their_weights():
+    """Hopper's kernel reads the second half of the inputs of each expert, and its fp32 tiles fit beside the stages."""
+    weight, x = torch.empty(8, 512, 768, dtype=torch.bfloat16), torch.empty(1024, 768, dtype=torch.bfloat16)
+    tile = experts_rule(ExpertsShape(8, 512, 768, 2, torch.bfloat16, splits=2), 8192, card=CARDS[9, 0]).down
+    assert isinstance(tile, Wide)
+    given = {
+        "x": descriptor(x[:, 384:], tile.rows // 2, 64), "weight": descriptor(weight[..., 384:], 1, tile.outputs, 64),
+        "y": descriptor(torch.empty(1024, 512), tile.rows // 2, tile.outputs // 2),
+    }  # fmt: skip
+    assert given["weight"].strides == (512 * 768, 768, 1) and list(given["x"].shape) == [1024, 384]
+    constants = {"gated": False, "EXPERTS": 8, "STAGES": tile.stages, "SPLITS": 1, "overlap": True, "bias": None}
+    constants |= {"TILES": 0, "WORLD": 1, "PARTS": 1, "adapters": None}
+    types = {"experts": "*i32", "starts": "*i32", "slots": "i32"}
+    found = of_gluon(linear_hopper._wide, given, constants, types, maxnreg=168)
+    assert found.metadata.shared <= SHARED
+    assert instructions(found) == {"wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16"}
 
 
 @pytest.mark.parametrize(("rows", "gated"), [(8, False), (64, True)])

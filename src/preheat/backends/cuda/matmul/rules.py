@@ -288,8 +288,11 @@ def experts_rule(shape: ExpertsShape, tokens: int, *, card: Card = PORTABLE) -> 
 def ending_at_splits(choice: Tile | Wide | Expanded, shape: ExpertsShape) -> Tile | Wide | Expanded:
     """Return the kernel of the second layer with tiles that end where a split does: the copy engine cannot stop inside.
 
-    Hopper's kernel for many rows gets the numbers of one split.
+    Hopper's kernel for many rows gets the numbers of one split. It has room for the fp32 sums of 128 outputs, not of
+    256.
     """
+    if choice.kind == "wide":
+        return Wide(128, 128, 6)
     if choice.kind != "tile":
         return choice
     depth = choice.inputs
