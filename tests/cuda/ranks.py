@@ -70,6 +70,7 @@ def exchange(rank: int, world: int, folder: str) -> None:
     from preheat.backends.cuda.backend import CudaBackend
     from preheat.backends.cuda.device.graph import capture
     from preheat.backends.cuda.pointwise.norm import CudaNorm
+    from preheat.backends.cuda.ranks.collective import add_ranks
     from preheat.backends.rendezvous import OneNode
     from preheat.settings import Settings
     from tests import layers
@@ -101,6 +102,8 @@ def exchange(rank: int, world: int, folder: str) -> None:
         assert bool(ranks.carrier.landings(rows, outputs, 512)) == (rows >= 1024)
         for _ in range(5):
             assert torch.equal(layer(own), whole), f"{rows} rows of {outputs} x {inputs}"
+        narrow = layer.partial(own, torch.empty(rows, outputs, device=backend.device)).bfloat16().float()
+        assert not torch.equal(add_ranks(ranks.gather(narrow), bias, whole.dtype), whole), "control: bf16 on the wire"
         stage(f"rank {rank}: {rows} rows of {outputs} x {inputs}, eager")
         norm, residual = CudaNorm(weight[0, :1].expand(outputs).contiguous(), 1e-5), whole.flip(0)
         right, stream = residual.clone(), residual.clone()
