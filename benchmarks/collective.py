@@ -3,9 +3,10 @@
     python -m benchmarks collective [--world 2] [--output FOLDER]
 
 Partials are fp32 [rows, 4096]; calls run in a graph. Both of our sums have a stated order: over peer memory, and with
-`--disable-custom-all-reduce` gathered by NCCL, then added. NCCL and torch add in their own order. Of many
-rows, sums are copied to the rank that adds them while others are computed; "landed" is the time of what is left to do.
-The machine needs ``--world`` GPUs.
+`--disable-custom-all-reduce` gathered by NCCL, then added. NCCL and torch add in their own order. Of many rows, sums
+are copied to the rank that adds them while others are computed; "landed" is the time of what is left to do. "joined"
+are the sums with residual and norm in the same launch, of many rows again what is left to do. The machine needs
+``--world`` GPUs.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ AT_ONCE = 512
 """Rows of 4,096 outputs whose tiles keep a Hopper GPU busy once."""
 
 
-NAMES = ("peer memory", "landed", "NCCL and tree", "NCCL all_reduce", "NCCL bf16", "torch one-shot")
+NAMES = ("peer memory", "landed", "joined", "NCCL and tree", "NCCL all_reduce", "NCCL bf16", "torch one-shot")
 
 
 def microseconds(work: Callable[[], object]) -> float:
@@ -75,6 +76,25 @@ def landed(ranks: RankSums, mine: torch.Tensor) -> float | None:
     return microseconds(work) if found else None
 
 
+def joined(ranks: RankSums, mine: torch.Tensor) -> float | None:
+    """Return microseconds of the sum with residual and norm; None where these are launches of their own."""
+    from preheat.backends.cuda.pointwise.norm import CudaNorm
+
+    (rows, size), carrier, residual = mine.shape, ranks.carrier, mine.bfloat16()
+    norm, to = CudaNorm(torch.ones_like(residual[0]), 1e-5), torch.empty_like(residual)
+    at_once = ranks.joining(rows, size) or ranks.sharing(rows, size, residual.dtype)
+    found = [] if at_once is not None or carrier is None else carrier.landings(rows, size, AT_ONCE)
+
+    def work() -> None:
+        if at_once is not None:
+            at_once(mine, None, norm, residual, None)
+        for landing in found:
+            assert carrier is not None
+            carrier.norm(landing, None, norm, residual, to, None)
+
+    return microseconds(work) if at_once is not None or found else None
+
+
 def measure(rank: int, world: int, folder: str, output: str) -> None:
     """Measure as one process of the group.
 
@@ -105,6 +125,7 @@ def measure(rank: int, world: int, folder: str, output: str) -> None:
         times = [
             microseconds(partial(ranks.sum, mine, None, torch.bfloat16)),
             landed(ranks, mine),
+            joined(ranks, mine),
             microseconds(partial(nccl.sum, mine, None, torch.bfloat16)),
             microseconds(partial(dist.all_reduce, mine)),
             microseconds(partial(dist.all_reduce, half)),
