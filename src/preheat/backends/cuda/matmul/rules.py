@@ -288,8 +288,8 @@ def experts_rule(shape: ExpertsShape, tokens: int, *, card: Card = PORTABLE) -> 
 def ending_at_splits(choice: Tile | Wide | Expanded, shape: ExpertsShape) -> Tile | Wide | Expanded:
     """Return the kernel of the second layer with tiles that end where a split does: the copy engine cannot stop inside.
 
-    Hopper's kernel for many rows gets the numbers of one split. It has room for the fp32 sums of 128 outputs, not of
-    256.
+    Shallower tiles have as many bytes on their way, in more stages. Hopper's kernel for many rows gets the numbers of
+    one split. It has room for the fp32 sums of 128 outputs, not of 256.
     """
     if choice.kind == "wide":
         return Wide(128, 128, 6)
@@ -298,8 +298,9 @@ def ending_at_splits(choice: Tile | Wide | Expanded, shape: ExpertsShape) -> Til
     depth = choice.inputs
     while shape.down.inputs % depth and depth > 16:
         depth //= 2
-    bulk = choice.bulk and shape.down.inputs % depth == 0
-    return replace(choice, inputs=depth if bulk else choice.inputs, bulk=bulk)
+    if not choice.bulk or shape.down.inputs % depth:
+        return replace(choice, bulk=False)
+    return replace(choice, inputs=depth, stages=min(6, choice.stages * (choice.inputs // depth)))
 
 
 def _guess(shape: ExpertsShape, tokens: int, *, hopper: bool) -> ExpertsConfig:
