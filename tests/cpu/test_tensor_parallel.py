@@ -392,7 +392,7 @@ def test_cold_events_of_all_ranks_are_in_the_record(two):
 def test_ranks_that_differ_are_noticed(two):
     executor, plan = two.loop.executor, two.loop.packer.plan
     executor.agree(plan)
-    executor._seen.add(torch.zeros(1))
+    executor._seen.add(torch.zeros(1, 8))
     with pytest.raises(Exception, match=r"do not agree, so the engine takes no requests: logits: .* on rank 1"):
         executor.agree(plan)
 

@@ -30,6 +30,15 @@ def row_digests(logits: Tensor) -> Tensor:
     return torch.from_numpy((words @ keys(logits.shape[1])).view(np.int64))
 
 
+def digests_in_place(logits: Tensor, own_keys: Tensor) -> Tensor:
+    """Return the digests int64 [rows] of ``logits`` [rows, vocab], as fp32, on the device where they are.
+
+    ``own_keys`` int64 [vocab] are the :func:`keys`, on that device. Nobody waits for the result.
+    """
+    words = logits.float().contiguous().view(torch.int32).to(torch.int64) & 0xFFFFFFFF
+    return (words * own_keys).sum(1)
+
+
 def check_logits(logits: Tensor) -> None:
     """Raise ValueError for anything but fp32 in contiguous rows."""
     if logits.dtype != torch.float32 or (logits.stride(1) != 1 and logits.shape[0]):

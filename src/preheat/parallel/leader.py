@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from preheat.execution.input_batch import InputBatch, Packer
 from preheat.execution.launched import LaunchedStep
 from preheat.model.decoder import Attended, Tap
 from preheat.model.loader import LoadedModel
+from preheat.ops.digest import digests_in_place, keys
 from preheat.parallel.executor import SharedExecutor
 from preheat.parallel.groups import Pipe
 from preheat.parallel.ranks import Ranks
@@ -219,16 +221,25 @@ def select_parallel(ranks: Ranks, backend: Backend, model: LoadedModel, plan: Pl
 
 
 class LogitDigest:
-    """A digest of all logits of a rank's check at boot."""
+    """A digest of all logits of a rank's check at boot: of digests of rows, which stay on the device until the end."""
 
     def __init__(self) -> None:
-        self._bits = hashlib.blake2b(digest_size=16)
+        self._rows: list[Tensor] = []
+        self._keys = torch.empty(0, dtype=torch.int64)
 
     def add(self, logits: Tensor) -> None:
-        self._bits.update(logits.cpu().numpy().tobytes())
+        """Add the rows of ``logits`` [rows, vocab], in their order."""
+        if logits.device.type not in ("cpu", "cuda"):  # a Gaudi may compute int64 in int32
+            logits = logits.cpu()
+        if self._keys.device != logits.device or len(self._keys) != logits.shape[1]:
+            self._keys = torch.from_numpy(keys(logits.shape[1]).view(np.int64)).to(logits.device)
+        self._rows.append(digests_in_place(logits, self._keys))
 
     def hexdigest(self) -> str:
-        return self._bits.hexdigest()
+        """Return the digest, and drop the keys."""
+        self._keys = torch.empty(0, dtype=torch.int64)
+        found = torch.cat(self._rows) if self._rows else self._keys
+        return hashlib.blake2b(found.cpu().numpy().tobytes(), digest_size=16).hexdigest()
 
 
 def agreed(plan: Plan, backend: Backend, seen: LogitDigest) -> dict[str, object]:
