@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from preheat.backends.registry import facts_of, pick_backend, rest, wake
 from preheat.backends.support import supports
+from preheat.boot.early import waiting_ranks
 from preheat.core import POOLS, Died, ToEngine
 from preheat.errors import PreheatError, SettingsError, WireError
 from preheat.figures import AnswerCacheFigures
@@ -34,21 +35,17 @@ from preheat.frontend.tokenizer import ModelFiles, NoTokenizer, Tokenizer
 from preheat.frontend.tracing import RequestTraces
 from preheat.metrics import Metrics, explain
 from preheat.model.config import resolve_dtype
-from preheat.model.families import check_architecture, read_spec, spec_of
+from preheat.model.families import check_architecture, read_spec
 from preheat.model.files import find_model, find_tokenizer, read_config
+from preheat.model.first_rank import spec_of_first_rank
 from preheat.model.kv_scales import with_kv_dtype
 from preheat.model.quantization import bytes_by_scheme
-from preheat.model.rounded import rounded
-from preheat.model.shard import shard, sums_k_splits
-from preheat.model.specs import ModelSpec
-from preheat.model.stage import stage_of
 from preheat.model.stated import pooled_spec
 from preheat.model.traits import check_traits
 from preheat.model.unread import GENERATION, refuse_unread
 from preheat.model.values import check_supported
 from preheat.model.vision_specs import VisionSpec
 from preheat.named_files import check_named_files
-from preheat.parallel.world import world_size
 from preheat.plan import commands
 from preheat.plan.modes import check_options, instead, resolve, with_defaults
 from preheat.plan.of_model import for_model
@@ -68,10 +65,8 @@ from preheat.verify.names import check_required
 
 if TYPE_CHECKING:
     from preheat.backends.base.backend import Backend
-    from preheat.backends.base.facts import Facts
     from preheat.engine.loop import EngineSide, Loop
     from preheat.frontend.images import Images
-    from preheat.parallel.ranks import Children
 
 logger = logging.getLogger(__name__)
 
@@ -274,7 +269,8 @@ def planned(settings: Settings, *, as_json: bool = False) -> str:
     folder = find_model(settings, with_weights=False)
     with boot_errors("The tokenizer cannot be loaded"):
         check_named_files(settings, ModelFiles(folder, settings.hf_overrides, None))
-    spec = pooled_spec(settings, folder, read_config(folder, settings.hf_overrides), _spec(settings, facts))
+    spec = spec_of_first_rank(settings, facts)
+    spec = pooled_spec(settings, folder, read_config(folder, settings.hf_overrides), spec)
     settings = for_model(settings, facts, spec)
     here = facts.in_mode(mode)
     dtype, _ = resolve_dtype(settings.dtype, spec.dtype, native_bfloat16=True, float16=here.float16)
@@ -286,27 +282,13 @@ def planned(settings: Settings, *, as_json: bool = False) -> str:
     )
 
 
-def _spec(settings: Settings, facts: Facts | None = None) -> ModelSpec:
-    """Return the spec of the model, or of a rank's shard.
-
-    With the ``facts`` of a backend, layers that the settings round have their formats there. Raises ModelError for an
-    invalid config, and for a model that cannot be divided; SettingsError for a ``quant_config`` that cannot be used.
-    """
-    config = read_config(find_model(settings, with_weights=False), settings.hf_overrides)
-    spec = spec_of(config, settings)
-    if facts is not None and (inc := rounded(settings, spec, facts)) is not None:
-        spec = inc.spec
-    spec = stage_of(spec, 0, settings.pipeline_parallel_size)
-    return shard(spec, 0, settings.tensor_parallel_size) if sums_k_splits(settings) else spec
-
-
 def boot_engine(
     settings: Settings,
     transport: EngineSide,
     before_ready: Callable[[], None] = lambda: None,
     backend: Backend | None = None,
 ) -> Loop:
-    """Boot an engine in the steps of :mod:`preheat.boot`, and return it warm.
+    """Boot an engine in the steps of :mod:`preheat.boot.engine`, and return it warm.
 
     ``before_ready`` is called first, then ``transport`` is told that requests may come. ``backend`` None picks a
     backend by ``settings.device``. Raises SettingsError or ModelError, with advice.
@@ -329,16 +311,16 @@ def boot_engine(
             )
         check_required(settings)
         explain(settings.debug)
-        _spec(settings)  # report an invalid config before torch is imported
+        spec_of_first_rank(settings)  # report an invalid config before torch is imported
         trace = open_trace(settings.profiler_enabled)
         with ExitStack() as awake:
             wake(settings.device)
             awake.callback(rest, settings.device)
-            children = _children(settings)
+            children = waiting_ranks(settings)
             if children is not None:
                 awake.callback(children.leave)
             with trace.span("Importing torch"), pycache.kept(cache_root(settings)), kept_imports():
-                from preheat.boot import boot
+                from preheat.boot.engine import boot
 
                 backend = backend or pick_backend(settings.device)  # imports Triton for a GPU
 
@@ -349,16 +331,6 @@ def boot_engine(
             return boot(
                 settings, transport, rested, started=started, trace=trace, backend=backend, children=children
             )  # fmt: skip
-
-
-def _children(settings: Settings) -> Children | None:
-    """Start the other ranks of this host, if there are any: they import torch while this process does."""
-    world = world_size(settings)
-    if world == 1 or settings.distributed_executor_backend != "mp":
-        return None
-    from preheat.parallel.ranks import Children
-
-    return Children(world, settings.device)
 
 
 @contextmanager

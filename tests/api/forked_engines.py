@@ -12,7 +12,12 @@ from typing import BinaryIO
 from preheat.server.replicas import process
 from tests.forked import Forked, Forks
 
-IMPORTED = ("preheat.server.replicas.process", "preheat.boot", "preheat.backends.cpu.backend", "tests.api.scripted")
+IMPORTED = (
+    "preheat.server.replicas.process",
+    "preheat.boot.engine",
+    "preheat.backends.cpu.backend",
+    "tests.api.scripted",
+)
 
 CODE = """
 import os, sys

@@ -60,7 +60,7 @@ def preheat(*words: str) -> subprocess.CompletedProcess[str]:
 @pytest.fixture(scope="module")
 def forks() -> Iterator[dict[str, Forks[Forked]]]:
     """Return what forks the process of each command. Imports take ``generate`` longer than a failed start."""
-    engine = Forks("preheat.llm", "preheat.boot", "preheat.backends.cpu.backend", process=Forked)
+    engine = Forks("preheat.llm", "preheat.boot.engine", "preheat.backends.cpu.backend", process=Forked)
     yield {"serve": FORKS, "generate": engine}
     engine.close()
 

@@ -107,7 +107,7 @@ def test_no_function_is_compiled_before_the_plan_runs(tmp_path, monkeypatch):
 
     monkeypatch.setattr(WarmUp, "_run_item", item)
     monkeypatch.setattr(model, "compile_code", compiled)
-    monkeypatch.setattr("preheat.boot._known_peak", lambda *_: 0)
+    monkeypatch.setattr("preheat.boot.engine._known_peak", lambda *_: 0)
     LLM(str(tmp_path), **SMALL | {"boot_check": "quick"})
     assert seen[0] == "(function, front of layer 0)"
     assert seen.index("compiled") == 1

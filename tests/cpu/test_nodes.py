@@ -258,7 +258,7 @@ class TwoNodes:
 
 @pytest.fixture
 def on_two_nodes(monkeypatch: pytest.MonkeyPatch) -> Iterator[LLM]:
-    monkeypatch.setattr(startup, "_children", lambda settings: None)
+    monkeypatch.setattr(startup, "waiting_ranks", lambda settings: None)
     monkeypatch.setattr(share, "_launcher", lambda settings, backend: TwoNodes())
     llm = LLM(tensor_parallel_size=2, **OPTIONS)
     yield llm

@@ -231,7 +231,7 @@ def anchors(path: Path) -> set[str]:
 @pytest.fixture(scope="session")
 def forks():
     """Fork processes from one that has imported the engine: imports take longer than an example."""
-    forks = Forks("preheat.llm", "preheat.boot", "preheat.backends.cpu.backend", process=Forked)
+    forks = Forks("preheat.llm", "preheat.boot.engine", "preheat.backends.cpu.backend", process=Forked)
     yield forks
     forks.close()
 

@@ -191,7 +191,7 @@ LATE = {"recurrence.delta", "recurrence.kernels", "attention.latent", "matmul.ho
         "matmul.hopper.small_m", "matmul.hopper.mxfp4_experts", "matmul.lora.routed", "matmul.moe.experts",
         "matmul.moe.route", "ranks.peer", "ranks.peer_kernels", "ranks.peer_norm", "matmul.tune"}  # fmt: skip
 CUDA = """
-import sys, torch, preheat.boot, preheat.backends.cuda.backend
+import sys, torch, preheat.boot.engine, preheat.backends.cuda.backend
 print(*[name for name in sys.modules if name.startswith("preheat.backends.cuda.")])
 print(hasattr(torch.ops.preheat, "silu_and_mul"))
 """

@@ -76,11 +76,11 @@ def test_a_rank_is_given_the_places_of_its_engine(monkeypatch, places):
 
 WAITING = """
 import sys
-from preheat import startup
+from preheat.boot.early import waiting_ranks
 from preheat.settings import Settings
 from preheat.transport import InlineTransport
 
-children = startup._children(Settings.load({"model": "bundled", "tensor_parallel_size": 2}, {}))
+children = waiting_ranks(Settings.load({"model": "bundled", "tensor_parallel_size": 2}, {}))
 started, = children._waiting
 assert "torch" not in sys.modules and started.process.poll() is None
 children.leave()
@@ -102,3 +102,22 @@ def test_a_boot_that_fails_ends_the_ranks_that_wait_for_orders(monkeypatch):
     with pytest.raises(PreheatError, match="KeyError: 'auto'"):
         startup.boot_engine(settings, InlineTransport())
     assert len(begun) == 3 and all(each.process.poll() is not None for each in begun)
+
+
+PRELOADED = """
+import sys
+from preheat.backends import registry
+from preheat.backends.cuda.device import early
+
+early.has_driver = lambda: {driver}
+registry.preload("{device}")
+sys.exit(7 if "preheat.backends.cuda.backend" in sys.modules else 0)
+"""
+
+
+@pytest.mark.parametrize(
+    ("device", "driver", "status"), [("cuda", False, 7), ("auto", True, 7), ("auto", False, 0), ("cpu", True, 0)]
+)
+def test_a_rank_imports_the_kernels_of_a_gpu_where_one_will_be_picked(device, driver, status):
+    code = PRELOADED.format(device=device, driver=driver)
+    assert subprocess.run([sys.executable, "-c", code], env=child_environment(), check=False).returncode == status

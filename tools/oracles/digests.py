@@ -60,7 +60,7 @@ PRELOADED = (
     "numpy.ma",
     "preheat.backends.cpu.backend",
     "preheat.backends.cpu.sharing",
-    "preheat.boot",
+    "preheat.boot.engine",
     "preheat.startup",
 )
 """Imported once for all cells."""
@@ -135,7 +135,7 @@ def digest(cell: Cell, folder: Path) -> str:
 
     Returns the reason if there is none. ``folder`` is for its model.
     """
-    import preheat.boot
+    import preheat.boot.engine
     from preheat.core import Ready
     from preheat.errors import PreheatError
     from preheat.model import dummy_tensors
@@ -148,8 +148,10 @@ def digest(cell: Cell, folder: Path) -> str:
 
     dummy_tensors.DummyTensors.fill = Weights(cell.stored).fill
     plan.KINDS = (first_program(), CheckItem)  # nothing else has a part in the digest
-    names = preheat.boot.check_names
-    preheat.boot.check_names = lambda *args, **more: tuple(name for name in names(*args, **more) if name in CHECKS)
+    names = preheat.boot.engine.check_names
+    preheat.boot.engine.check_names = lambda *args, **more: tuple(
+        name for name in names(*args, **more) if name in CHECKS
+    )
     (folder / "config.json").write_text(json.dumps(config(cell.family, cell.stored)))
     options = cell.options | {"model": str(folder)}
     if cell.stored == "inc":

@@ -57,8 +57,10 @@ def wake(device: str, rank: int = 0) -> None:
 
 
 def preload(device: str) -> None:
-    """Import the modules of a rank's backend for ``device``, where :func:`pick_backend` will pick no other."""
-    if device == CUDA.name:
+    """Import the modules of a rank on a GPU, where :func:`pick_backend` will most likely pick one."""
+    from preheat.backends.cuda.device.early import has_driver
+
+    if device == CUDA.name or (device == AUTO and not detected() and has_driver()):
         import preheat.backends.cuda.backend
         import preheat.backends.cuda.ranks.peer  # noqa: F401
 

@@ -11,9 +11,7 @@ import math
 from preheat.backends.base.backend import TuneRequest
 from preheat.backends.registry import pick_backend
 from preheat.model.config import resolve_dtype
-from preheat.model.families import spec_of
-from preheat.model.files import find_model, read_config
-from preheat.model.shard import shard, sums_k_splits
+from preheat.model.first_rank import spec_of_first_rank
 from preheat.model.values import values_of
 from preheat.ops.values import Experts, Matmul
 from preheat.plan.modes import resolve, step_limits
@@ -30,10 +28,7 @@ def tune_model(settings: Settings, output: str | None, seconds: float | None) ->
     """
     backend, folder = pick_backend(settings.device), cache_root(settings)
     backend.prepare(settings, resolve(backend.facts, settings), folder)
-    config = read_config(find_model(settings, with_weights=False), settings.hf_overrides)
-    spec = spec_of(config, settings)
-    if sums_k_splits(settings):
-        spec = shard(spec, 0, settings.tensor_parallel_size)
+    spec = spec_of_first_rank(settings, backend.facts)
     dtype, _ = resolve_dtype(settings.dtype, spec.dtype, backend.supports_bfloat16())
     values = [value for path, value in values_of(spec, dtype) if not path.startswith("vision.")]
     *layers, head = (value for value in values if isinstance(value, Matmul))

@@ -44,6 +44,11 @@ def rest() -> None:
     ASKED.leave()
 
 
+def has_driver() -> bool:
+    """Return whether this machine has NVIDIA's driver."""
+    return _driver() is not None
+
+
 def _driver() -> ctypes.CDLL | None:
     """Return the driver's library; None where there is none."""
     try:
