@@ -20,6 +20,11 @@ FOLDER = Path(__file__).parent
 LIST = FOLDER / "long_tests.txt"
 LONG = 1.5
 
+LAWS = tuple(
+    f"tests/meta/test_{name}.py" for name in "files imports layer_names messages opens platforms words".split()
+)
+"""Files of tests that read all sources: any commit can break them, so they take no turns."""
+
 INSIDE = "tests/meta/test_kernels.py::test_the_kernels_in_the_interpreter"
 """A test that runs other tests. They take turns, so that it does not."""
 
@@ -83,7 +88,9 @@ def write(files: list[str]) -> None:
     for file in files:
         for case in ElementTree.parse(file).iter("testcase"):
             seconds[test_of(node(case))] += float(case.get("time") or 0)  # type: ignore[assignment]
-    long = sorted(test for test, time in seconds.items() if time >= LONG and test != INSIDE)
+    long = sorted(
+        test for test, time in seconds.items() if time >= LONG and test != INSIDE and not test.startswith(LAWS)
+    )
     LIST.write_text("".join(f"{test}\n" for test in long), encoding="utf-8")
 
 

@@ -28,7 +28,7 @@ OPENS = {
 ELSEWHERE = {
     "utils.files": "the place",
     "cli.main": "/dev/null",
-    "boot": "no file: the share of a rank",
+    "boot.engine": "no file: the share of a rank",
     "parallel.ranks": "no file: memory of a node",
     "server.replicas.replicas": "no file: a router",
     "server.batches.output": "answers are written",

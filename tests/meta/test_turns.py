@@ -56,6 +56,12 @@ def test_a_turn_is_taken_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(ran) == 9 and turns.summary() is None
 
 
+def test_laws_of_the_sources_run_at_every_commit() -> None:
+    """A change of one line can break them, and the quarter that ran would not have told."""
+    assert all((ROOT / file).exists() for file in turns.LAWS)
+    assert [test for test in LONG if test.startswith(turns.LAWS)] == []
+
+
 def test_the_list_names_tests() -> None:
     """Every test of the list is in its file. After a renaming, run the module's command or change the line."""
     assert sorted(set(LONG)) == LONG
