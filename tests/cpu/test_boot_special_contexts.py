@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
-from preheat import LLM, boot
+from preheat import LLM
 from preheat.backends.base.facts import Facts
 from preheat.backends.cpu import decode_attention, hidden, paged_attention
 from preheat.backends.cpu import sampler as cpu_sampler
 from preheat.backends.cpu.facts import FACTS
+from preheat.boot import engine
 from preheat.errors import CheckFailed, NotInvariant, PreheatError
 from preheat.execution import logit_stages
 from preheat.grammar import guidance, service
@@ -315,7 +316,7 @@ def test_logits_that_are_not_finite_are_named(check, loop, layer, said):
 
 def test_an_engine_with_infinite_products_does_not_become_ready(monkeypatch):
     """An engine with finite weights but infinite products does not become ready."""
-    right = boot.load_model
+    right = engine.load_model
 
     def load(*args, **more):
         model = right(*args, **more)
@@ -323,7 +324,7 @@ def test_an_engine_with_infinite_products_does_not_become_ready(monkeypatch):
         weight.fill_(torch.finfo(weight.dtype).max)
         return model
 
-    monkeypatch.setattr(boot, "load_model", load)
+    monkeypatch.setattr(engine, "load_model", load)
     with pytest.raises(PreheatError, match="not finite is layer 2"):
         LLM(max_num_seqs=1, max_num_batched_tokens=32, max_model_len=32, block_size=16, skip_warmup=False)
 
